@@ -18,7 +18,10 @@ from rich.filesize import decimal as format_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -30,21 +33,41 @@ LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 MODEL_FORMAT = 1  # of config.json and model.safetensors
 RUN_FORMAT = 2  # of state.json and training/
 WRAPPED, DOCUMENTS = "wrapped", "documents"
-MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", *CONFIG_FILES)  # that are loaded
-EXPORTED_WEIGHTS, EXPORTED_PREFIX = "model/model.safetensors", "model."  # of a folder that `adlm export` wrote
+MODEL_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    *CONFIG_FILES,
+)  # that are loaded
+EXPORTED_WEIGHTS, EXPORTED_PREFIX = (
+    "model/model.safetensors",
+    "model.",
+)  # of a folder that `adlm export` wrote
 FLOAT_DTYPES = ("F32", "F16", "BF16")  # of stored tensors; matrices may also be int8
 SCALE = ".scale"  # of an int8 matrix
 INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
-DISK_FULL = ("No space left", "file write failed", "os error 28", "os error 27")  # other libraries' ENOSPC and EFBIG
+DISK_FULL = (
+    "No space left",
+    "file write failed",
+    "os error 28",
+    "os error 27",
+)  # other libraries' ENOSPC and EFBIG
 
 # Form of the values of config.json (`matches_form`).
-CONFIG_FORM = {"format": range(MODEL_FORMAT + 1), "method": str, "step": range(2**62), "model": dict}
+CONFIG_FORM = {
+    "format": range(MODEL_FORMAT + 1),
+    "method": str,
+    "step": range(2**62),
+    "model": dict,
+}
 CONFIG_FORM |= {"rows": (None, WRAPPED, DOCUMENTS)}
 
 T = TypeVar("T")
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # true of every run of one process
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled"
+)  # true of every run of one process
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,9 @@ class Snapshot:
 
     def count_bytes(self) -> int:
         """Return about how much disk space the checkpoint takes."""
-        return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.training.values()))
+        return sum(
+            t.numel() * t.element_size() for t in (*self.weights.values(), *self.training.values())
+        )
 
 
 def copy_to_host(
@@ -71,7 +96,12 @@ def copy_to_host(
         if isinstance(tensor, DTensor) and host_mesh is not None:
             shard = tensor.to_local().detach().to("cpu", copy=True)
             copies[name] = DTensor.from_local(
-                shard, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                shard,
+                host_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
             )
             continue
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # by all ranks
@@ -93,7 +123,9 @@ class CheckpointWriter:
     background: bool = True
     group: dist.ProcessGroup | None = None
     pending: Future[None] | None = field(default=None, init=False)
-    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
+    executor: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False
+    )
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a snapshot after the one before it is written."""
@@ -114,7 +146,12 @@ class CheckpointWriter:
         try:
             run_on_rank0(lambda: self._create_partial(partial, snapshot), self.group)
             writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
-            dcp.save(snapshot.training, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            dcp.save(
+                snapshot.training,
+                storage_writer=writer,
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
             run_on_rank0(lambda: self._publish(partial, final, snapshot), self.group)
         except BaseException as error:
             if self.group is None or dist.get_rank(self.group) == 0:
@@ -132,8 +169,14 @@ class CheckpointWriter:
         (partial / "training").mkdir(parents=True)
 
     def _publish(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
-        save_file({name: t.contiguous() for name, t in snapshot.weights.items()}, partial / "model.safetensors")
-        write_json(partial / "config.json", build_config_json(self.config, self.method, snapshot.step, self.rows))
+        save_file(
+            {name: t.contiguous() for name, t in snapshot.weights.items()},
+            partial / "model.safetensors",
+        )
+        write_json(
+            partial / "config.json",
+            build_config_json(self.config, self.method, snapshot.step, self.rows),
+        )
         write_json(partial / "state.json", {**snapshot.state, "format": RUN_FORMAT})
         if self.tokenizer is not None:
             self.tokenizer.save(partial)
@@ -146,7 +189,11 @@ class CheckpointWriter:
         replace_link(self.folder / LATEST, final.name)
         if snapshot.is_best:
             replace_link(self.folder / BEST, final.name)
-        linked = {os.readlink(path) for name in (LATEST, BEST) if (path := self.folder / name).is_symlink()}
+        linked = {
+            os.readlink(path)
+            for name in (LATEST, BEST)
+            if (path := self.folder / name).is_symlink()
+        }
         for old in list_checkpoints(self.folder)[: -self.keep]:
             if old.name not in linked:
                 remove_checkpoint(old)
@@ -199,8 +246,14 @@ def verify_checkpoint(path: Path) -> Path:
     """Return the path if all files of the checkpoint match their checksums; raise ValueError otherwise."""
     if problem := find_damage(path):
         earlier = [other for other in list_checkpoints(path.parent) if other.name < path.name]
-        remedy = f"resume={earlier[-1]} resumes from the one before" if earlier else "there is none before it"
-        raise ValueError(f"the checkpoint {path.name} is damaged: {problem}. Nothing was changed; {remedy}")
+        remedy = (
+            f"resume={earlier[-1]} resumes from the one before"
+            if earlier
+            else "there is none before it"
+        )
+        raise ValueError(
+            f"the checkpoint {path.name} is damaged: {problem}. Nothing was changed; {remedy}"
+        )
     return path
 
 
@@ -213,7 +266,10 @@ def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
     listed = set(expected) if isinstance(expected, dict) else set()
     required = {*MODEL_FILES[:2], *(name for name in MODEL_FILES if (folder / name).exists())}
     if not is_loaded:
-        required |= {"state.json", *(str(path.relative_to(folder)) for path in (folder / "training").glob("*"))}
+        required |= {
+            "state.json",
+            *(str(path.relative_to(folder)) for path in (folder / "training").glob("*")),
+        }
     if missing := sorted(required - listed):
         return f"checksums.json does not list {missing[0]}"
     for name in sorted(listed.intersection(MODEL_FILES) if is_loaded else listed):
@@ -224,7 +280,13 @@ def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
     return ""
 
 
-STATE_FORM: dict[str, Any] = {"step": int, "seconds": (int, float), "batches": list, "valid": dict, "window": list}
+STATE_FORM: dict[str, Any] = {
+    "step": int,
+    "seconds": (int, float),
+    "batches": list,
+    "valid": dict,
+    "window": list,
+}
 STATE_FORM |= {"recent": list, "best": (int, float, None), "ema_updates": int, "data": str}
 
 
@@ -233,7 +295,9 @@ def read_state(path: Path) -> dict[str, Any]:
     content = read_json(path / "state.json")
     version = content.get("format", 1) if isinstance(content, dict) else None
     if version != RUN_FORMAT:
-        problem = f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}"
+        problem = (
+            f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}"
+        )
         remedy = "start a new run (folder=NEW), or resume with the version that wrote it; the model can be loaded"
         raise ValueError(f"{problem}: {remedy}")
     return read_object(path / "state.json", STATE_FORM, COPY_AGAIN)
@@ -265,7 +329,9 @@ def set_aside_later(path: Path) -> None:
     replace_link(path.with_name(LATEST), path.name)
 
 
-def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+def load_training_tensors(
+    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
     """Fill tensors, whole or sharded, from a checkpoint that any number of processes wrote."""
     reader = HuggingFaceStorageReader(str(path / "training"))
     saved = reader.read_metadata().state_dict_metadata
@@ -274,7 +340,9 @@ def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist
         if shape != tensor.shape:
             problem = f"has no {name}" if shape is None else f"has {name} of shape {tuple(shape)}"
             problem = f"{path.name} {problem}, expected shape {tuple(tensor.shape)}, of another model or optimizer"
-            raise ValueError(f"{problem}: restore those settings to resume, or start a new run (folder=NEW)")
+            raise ValueError(
+                f"{problem}: restore those settings to resume, or start a new run (folder=NEW)"
+            )
     dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
@@ -282,14 +350,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the weights for inference, by name."""
     file = find_weights_file(path)
     try:
-        return {name.removeprefix(EXPORTED_PREFIX): weight for name, weight in load_file(file).items()}
+        return {
+            name.removeprefix(EXPORTED_PREFIX): weight for name, weight in load_file(file).items()
+        }
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged ({error}): {COPY_AGAIN}") from error
 
 
 def find_weights_file(folder: Path) -> Path:
     """Return the file of a model folder's weights."""
-    return folder / (EXPORTED_WEIGHTS if (folder / EXPORTED_WEIGHTS).is_file() else "model.safetensors")
+    return folder / (
+        EXPORTED_WEIGHTS if (folder / EXPORTED_WEIGHTS).is_file() else "model.safetensors"
+    )
 
 
 @dataclass(frozen=True)
@@ -309,10 +381,14 @@ def find_model_folder(path: str | Path) -> Path:
     if (folder / "checkpoints").is_dir():
         latest = find_latest_checkpoint(folder / "checkpoints")
         if latest is None:
-            raise FileNotFoundError(f"{folder} has no checkpoint yet: `adlm train` writes one at its last step")
+            raise FileNotFoundError(
+                f"{folder} has no checkpoint yet: `adlm train` writes one at its last step"
+            )
         folder = latest
     if not (folder / "config.json").is_file():
-        expected = "give a folder with config.json and model.safetensors, or one that `adlm train` wrote"
+        expected = (
+            "give a folder with config.json and model.safetensors, or one that `adlm train` wrote"
+        )
         raise FileNotFoundError(f"{path} is neither a run folder nor a model folder: {expected}")
     return folder
 
@@ -341,7 +417,10 @@ def read_config_json(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     content = {"rows": WRAPPED} | read_object(path, CONFIG_FORM, f"{COPY_AGAIN}, or update adlm")
     try:
         return content, ModelConfig(**content["model"])
-    except (ValueError, TypeError) as error:  # TypeError: a setting is missing, or this version has no such
+    except (
+        ValueError,
+        TypeError,
+    ) as error:  # TypeError: a setting is missing, or this version has no such
         raise ValueError(f"{path}: {error}: {COPY_AGAIN}, or update adlm") from error
 
 
@@ -350,7 +429,8 @@ def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
     path = find_weights_file(folder)
     try:
         with safe_open(path, "pt") as file:
-            slices = {name.removeprefix(EXPORTED_PREFIX): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            slices = {name.removeprefix(EXPORTED_PREFIX): file.get_slice(name) for name in names}
             stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
             dtypes = {name: part.get_dtype() for name, part in slices.items()}
     except SafetensorError as error:
@@ -358,10 +438,14 @@ def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if model.config.tied and "head.weight" not in stored:
         del expected["head.weight"]
-    quantized = {name for name, shape in expected.items() if len(shape) == 2 and dtypes.get(name) == "I8"}
+    quantized = {
+        name for name, shape in expected.items() if len(shape) == 2 and dtypes.get(name) == "I8"
+    }
     expected |= {name + SCALE: expected[name][:1] for name in sorted(quantized)}
     for name in expected | stored:
-        if stored.get(name) != expected.get(name) or (name not in quantized and dtypes[name] not in FLOAT_DTYPES):
+        if stored.get(name) != expected.get(name) or (
+            name not in quantized and dtypes[name] not in FLOAT_DTYPES
+        ):
             actual = f"{dtypes[name]} {stored[name]}" if name in stored else "missing"
             expectation = f"float {expected[name]}" if name in expected else "no such tensor"
             problem = f"config.json does not fit model.safetensors: {name:.80} is {actual}, expected {expectation}"
@@ -388,30 +472,51 @@ def dequantize(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, weight in stored.items():
         is_quantized = weight.dtype == torch.int8
         if is_quantized and name + SCALE not in stored:
-            raise ValueError(f"{name} is int8 but has no {name + SCALE}: the file is incomplete; export it again")
+            raise ValueError(
+                f"{name} is int8 but has no {name + SCALE}: the file is incomplete; export it again"
+            )
         if not name.endswith(SCALE):
-            weights[name] = weight.float() * stored[name + SCALE][:, None] if is_quantized else weight
+            weights[name] = (
+                weight.float() * stored[name + SCALE][:, None] if is_quantized else weight
+            )
     return weights
 
 
 def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True) -> Path:
     """Write a model folder with its tokenizer, by default folded and quantized to one byte per weight."""
     model = loaded.model.fold() if is_quantized else loaded.model
-    weights = {name: t for name, t in model.state_dict().items() if not (model.config.tied and name == "head.weight")}
+    weights = {
+        name: t
+        for name, t in model.state_dict().items()
+        if not (model.config.tied and name == "head.weight")
+    }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(quantize(weights) if is_quantized else weights, folder / "model.safetensors")
-    write_json(folder / "config.json", build_config_json(model.config, loaded.method, loaded.step, loaded.rows))
+    write_json(
+        folder / "config.json",
+        build_config_json(model.config, loaded.method, loaded.step, loaded.rows),
+    )
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)
-    checksums = {name: sha for name, sha in compute_checksums(folder).items() if name in MODEL_FILES}  # not a README
+    checksums = {
+        name: sha for name, sha in compute_checksums(folder).items() if name in MODEL_FILES
+    }  # not a README
     write_json(folder / "checksums.json", checksums)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
+    (folder / "model.safetensors").chmod(
+        0o644
+    )  # safetensors writes files that only their owner can read
     return folder
 
 
 def build_config_json(config: ModelConfig, method: str, step: int, rows: str) -> dict[str, Any]:
     """Return the content of config.json."""
-    return {"format": MODEL_FORMAT, "method": method, "step": step, "rows": rows, "model": asdict(config)}
+    return {
+        "format": MODEL_FORMAT,
+        "method": method,
+        "step": step,
+        "rows": rows,
+        "model": asdict(config),
+    }
 
 
 def restore_tied_head(weights: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
@@ -423,7 +528,11 @@ def restore_tied_head(weights: dict[str, Tensor], model: LanguageModel) -> dict[
 
 def compute_checksums(folder: Path) -> dict[str, str]:
     """Return the sha256 of every file by its relative name."""
-    return {str(path.relative_to(folder)): hash_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): hash_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -444,7 +553,10 @@ def explain_write_error(error: BaseException, folder: Path, needed: int) -> Base
     # dcp gathers (error, traceback) of every rank into an exception that is no Exception.
     causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
     text = " ".join(map(str, causes)).strip()[:300]
-    is_full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for cause in causes)
+    is_full = any(
+        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        for cause in causes
+    )
     is_full = is_full or any(sign in text for sign in DISK_FULL)
     if not is_full and isinstance(error, Exception) and not isinstance(error, SafetensorError):
         return error

@@ -20,7 +20,9 @@ from adlm.remedies import suggest_names
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
-MAX_DEPTH = 20  # of the lists and mappings of a recipe; deep nesting overflows the stack of the YAML loader
+MAX_DEPTH = (
+    20  # of the lists and mappings of a recipe; deep nesting overflows the stack of the YAML loader
+)
 TOO_DEEP = f"more than {MAX_DEPTH} levels deep: a recipe has `key: value` lines"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf
 PATH_KEYS = ("folder", "init", "resume", "data.path", "data.stream", "reasoning.path")
@@ -48,7 +50,9 @@ CHOICES = {
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{key: (lambda value: value > 0, "above 0") for key in POSITIVE_KEYS.split()},
     **{key: (lambda value: value >= 0, "at least 0") for key in NON_NEGATIVE_KEYS.split()},
-    **{key: (values.__contains__, f"one of {', '.join(values)}") for key, values in CHOICES.items()},
+    **{
+        key: (values.__contains__, f"one of {', '.join(values)}") for key, values in CHOICES.items()
+    },
     "valid.rows": (lambda value: value > 1, "at least 2 for a standard error"),
     "seed": (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1"),
     "ema": (lambda value: 0 <= value < 1, "in [0, 1) or null"),
@@ -65,7 +69,9 @@ class DataSettings:
 
     path: str = MISSING  # required: a folder written by `adlm prepare`
     stream: str | None = None  # a source to stream instead of the train split of data.path
-    stream_options: dict[str, str] = field(default_factory=dict)  # split, column, documents, detokenizer
+    stream_options: dict[str, str] = field(
+        default_factory=dict
+    )  # split, column, documents, detokenizer
     shuffle: int = 1024  # rows in the shuffle buffer of a stream
     workers: int = 0  # dataloader processes
     verify: bool = True  # compare the shards with their checksums at the start
@@ -74,7 +80,11 @@ class DataSettings:
 # The model: a preset (null: small, or the architecture of init) and changes to it. The keys are those of ModelConfig,
 # except for what data and method say; null is the preset's value, or that of init, and cond_dim=0 is no modulation.
 FIXED = ("vocab_size", "mask_id", "length", "is_causal")
-MODEL_KEYS = [(key, kind | None, None) for key, kind in get_type_hints(ModelConfig).items() if key not in FIXED]
+MODEL_KEYS = [
+    (key, kind | None, None)
+    for key, kind in get_type_hints(ModelConfig).items()
+    if key not in FIXED
+]
 MODULE = {"__module__": __name__}  # so that pickle finds the class
 ModelSettings = make_dataclass(
     "ModelSettings", [("preset", str | None, None), *MODEL_KEYS], frozen=True, namespace=MODULE
@@ -113,7 +123,9 @@ class OptimizerSettings:
     muon_lr: float = 0.02  # muon: of the layers' matrices
     muon_momentum: float = 0.95
     split_qkv: bool = False  # muon: queries, keys and values as three matrices
-    muon_beta2: float | None = None  # muon: rows are divided by the root of their mean square, averaged with this decay
+    muon_beta2: float | None = (
+        None  # muon: rows are divided by the root of their mean square, averaged with this decay
+    )
     clip: float = 1.0  # maximal gradient norm
     warmup: int = 2500  # steps of linear warm-up
     decay: str = "constant"  # or cosine, wsd (warm-up, stable, decay)
@@ -164,7 +176,9 @@ class LogSettings:
 class GuardSettings:
     """Protection against divergence."""
 
-    spike: float | None = 20.0  # stop at so many standard deviations above the mean; null: only if not finite
+    spike: float | None = (
+        20.0  # stop at so many standard deviations above the mean; null: only if not finite
+    )
     window: int = 200  # steps of that mean
 
 
@@ -192,7 +206,9 @@ class ReasoningSettings:
     revisit: float = 0.1  # probability that a row is laid out as in an earlier stage
     label_weight: float = 1.0  # of a labelled slot in the loss; a token has 1
     tests: int = 4000  # problems of each test set
-    samplers: list[str] = field(default_factory=lambda: ["confidence"])  # arms mdlm, adlm; the first one validates
+    samplers: list[str] = field(
+        default_factory=lambda: ["confidence"]
+    )  # arms mdlm, adlm; the first one validates
 
 
 @dataclass(frozen=True)
@@ -200,7 +216,9 @@ class Config:
     """A training run. The defaults are the paper's."""
 
     folder: str = MISSING  # required: the run folder
-    init: str | None = None  # start from the weights of a bundled model, a run or a checkpoint; null: from scratch
+    init: str | None = (
+        None  # start from the weights of a bundled model, a run or a checkpoint; null: from scratch
+    )
     method: str | None = None  # null: adlm, or that of init
     steps: int = 1_000_000
     batch: int = 512  # rows per step, over all processes
@@ -240,7 +258,10 @@ def load_config(
     """Load a recipe (a file, the name of a shipped one, a mapping), then apply `key=value` changes and keywords:
     sections (`data={"path": ...}`) or dotted keys."""
     merged: Any = OmegaConf.structured(Config)
-    for node in (merged, *(merged[key] for key in SECTIONS)):  # frozen dataclasses become read-only nodes
+    for node in (
+        merged,
+        *(merged[key] for key in SECTIONS),
+    ):  # frozen dataclasses become read-only nodes
         OmegaConf.set_readonly(node, False)
     source = str(recipe) if isinstance(recipe, str | Path) else "the recipe"  # for error messages
     try:
@@ -252,7 +273,9 @@ def load_config(
                 raise ValueError(
                     f"{source!r} is not an override: write key=value, such as steps=1000 or data.path=FOLDER"
                 )
-            if key in ("folder", "init", "data.path") and text != "null":  # names such as 2026-11-15 or 1e3 stay text
+            if (
+                key in ("folder", "init", "data.path") and text != "null"
+            ):  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:
                 _refuse_nesting(key, text)
@@ -263,17 +286,23 @@ def load_config(
             if merged.init is None and OmegaConf.select(merged, key) is None:
                 OmegaConf.update(merged, key, value)
         missing = sorted(OmegaConf.missing_keys(merged))
-        if merged.reasoning.task is not None and "data.path" in missing:  # its problems are in reasoning.path, or made
+        if (
+            merged.reasoning.task is not None and "data.path" in missing
+        ):  # its problems are in reasoning.path, or made
             OmegaConf.update(merged, "data.path", "")
             missing.remove("data.path")
         if missing:
-            raise ValueError(f"config: {', '.join(missing)} must be given, for example {missing[0]}=FOLDER")
+            raise ValueError(
+                f"config: {', '.join(missing)} must be given, for example {missing[0]}=FOLDER"
+            )
         for key in PATH_KEYS:  # shells do not expand the ~ of key=~/folder
             if value := OmegaConf.select(merged, key):
                 OmegaConf.update(merged, key, os.path.expanduser(value))
         return cast(Config, OmegaConf.to_object(merged))
     except YAMLError as error:
-        raise ValueError(f"config: {key}={text!r:.80} is no YAML value: put quotes around it") from error
+        raise ValueError(
+            f"config: {key}={text!r:.80} is no YAML value: put quotes around it"
+        ) from error
     except RecursionError as error:  # by YAML aliases, or by a mapping of the caller
         raise ValueError(f"{source} is nested {TOO_DEEP}") from error
     except OmegaConfBaseException as error:
@@ -287,14 +316,20 @@ def load_config(
 
 def save_config(config: Config, path: Path) -> None:
     """Write the whole config as YAML: a recipe that repeats the run."""
-    settings = asdict(config) | {"resume": "auto"}  # where a process resumed is no setting of the run
+    settings = asdict(config) | {
+        "resume": "auto"
+    }  # where a process resumed is no setting of the run
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(settings)).encode("utf-8"))
 
 
 def compare_configs(old: Config, new: Config) -> list[str]:
     """List the settings that prevent resuming `old` as `new`, each with both values."""
     before, after, resumable = _flatten(old), _flatten(new), set(RESUMABLE.split())
-    keys = [key for key in before if before[key] != after[key] and not {key, key.split(".")[0]} & resumable]
+    keys = [
+        key
+        for key in before
+        if before[key] != after[key] and not {key, key.split(".")[0]} & resumable
+    ]
     return [f"{key}: {before[key]} then, {after[key]} now" for key in keys]
 
 
@@ -315,13 +350,17 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
         name = path.name.removesuffix(".yaml")
         if name not in recipes or (path.parent != Path() and path.parent.name != "recipes"):
             hint = suggest_names(name, recipes)
-            raise ValueError(f"unknown recipe {str(recipe)!r}{hint}: expected a file or one of {', '.join(recipes)}")
+            raise ValueError(
+                f"unknown recipe {str(recipe)!r}{hint}: expected a file or one of {', '.join(recipes)}"
+            )
         path = recipes[name]
     try:
         _refuse_nesting(path, path.read_bytes())
         loaded = OmegaConf.load(path)
     except YAMLError as error:
-        raise ValueError(f"{path} is not YAML ({' '.join(str(error).split())}): correct this line") from error
+        raise ValueError(
+            f"{path} is not YAML ({' '.join(str(error).split())}): correct this line"
+        ) from error
     if not OmegaConf.is_dict(loaded):
         raise ValueError(f"{path.name} is not a recipe: its top level must be `key: value` lines")
     return loaded
@@ -339,7 +378,9 @@ def _refuse_nesting(source: str | Path, content: str | bytes) -> None:
 def _refuse_interpolation(source: str, value: Any) -> Any:
     """Return a value without `${…}`: it would copy the environment into config.yaml and the trackers."""
     if found := INTERPOLATION.search(str(value)):
-        raise ValueError(f"config: {source} has {found[0]}, which is not resolved: write the value itself")
+        raise ValueError(
+            f"config: {source} has {found[0]}, which is not resolved: write the value itself"
+        )
     return value
 
 
@@ -347,5 +388,9 @@ def _flatten(config: Config) -> dict[str, Any]:
     """Return the settings by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in asdict(config).items():
-        flat |= {f"{key}.{name}": item for name, item in value.items()} if key in SECTIONS else {key: value}
+        flat |= (
+            {f"{key}.{name}": item for name, item in value.items()}
+            if key in SECTIONS
+            else {key: value}
+        )
     return flat

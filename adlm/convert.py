@@ -14,31 +14,77 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from adlm.checkpoint import DOCUMENTS, WRAPPED, LoadedModel
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
-from adlm.models.language_model import EXTENSIONS, LanguageModel, ModelConfig, build_on_meta, is_whole
+from adlm.models.language_model import (
+    EXTENSIONS,
+    LanguageModel,
+    ModelConfig,
+    build_on_meta,
+    is_whole,
+)
 
 EMBEDDING, CONDITION = "backbone.vocab_embed.embedding", "backbone.sigma_map.mlp.2.weight"
 FREQUENCIES = "rotary_emb.inv_freq"  # a buffer of every stage, computed from its sizes
 BUFFERS = (f"backbone.{FREQUENCIES}", f"denoiser.{FREQUENCIES}")
 CONDITION_NAMES = {"sigma_map.mlp.0": "condition.first", "sigma_map.mlp.2": "condition.second"}
 # Names in a layer of the lineage -> ours, in the order of its parameters; `modulation` is missing in causal models.
-LAYER_NAMES = {"norm1": "norm1", "attn_qkv": "qkv", "attn_out": "out", "norm2": "norm2", "mlp.0": "up", "mlp.2": "down"}
+LAYER_NAMES = {
+    "norm1": "norm1",
+    "attn_qkv": "qkv",
+    "attn_out": "out",
+    "norm2": "norm2",
+    "mlp.0": "up",
+    "mlp.2": "down",
+}
 WITH_BIAS = ("up", "down", "modulation", "first", "second", "head", "anchor_head", "bridge")
 # Settings of a Lightning checkpoint and of MDLM's config.json -> ours; `layers` are those of the first stage.
-LIGHTNING_SETTINGS = {"model.hidden_size": "dim", "model.n_heads": "heads", "model.n_blocks": "layers"}
+LIGHTNING_SETTINGS = {
+    "model.hidden_size": "dim",
+    "model.n_heads": "heads",
+    "model.n_blocks": "layers",
+}
 LIGHTNING_SETTINGS |= {f"model.{name}": name for name in ("length", "cond_dim", "dropout")}
 LIGHTNING_SETTINGS |= {"data.tokenizer_name_or_path": "tokenizer", "data.wrap": "wrap"}
 LIGHTNING_SETTINGS |= {name: name for name in ("time_conditioning", "parameterization")}
-HUB_SETTINGS = {"hidden_dim": "dim", "n_heads": "heads", "n_blocks": "layers", "model_length": "length"}
+HUB_SETTINGS = {
+    "hidden_dim": "dim",
+    "n_heads": "heads",
+    "n_blocks": "layers",
+    "model_length": "length",
+}
 HUB_SETTINGS |= {name: name for name in ("vocab_size", "cond_dim", "dropout", "time_conditioning")}
-TOKENIZERS = {50258: "gpt2", 30522: "bert-base-uncased", 35: "characters"}  # by vocabulary; `characters` is text8's
+TOKENIZERS = {
+    50258: "gpt2",
+    30522: "bert-base-uncased",
+    35: "characters",
+}  # by vocabulary; `characters` is text8's
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there
 FETCH_AGAIN = "download or save it again"
 MAX_LISTED = 20  # names in an error
 # What a checkpoint may hold besides tensors. None of it is imported or called: a StoredObject takes its place.
-STORED_PACKAGES = ("omegaconf", "transformers", "tokenizers", "lightning", "pytorch_lightning", "dataloader")
-STORED_TYPES = {f"builtins.{name}" for name in ("int", "float", "str", "bool", "list", "dict", "tuple", "object")}
-STORED_TYPES |= {"typing.Any", "collections.defaultdict", "pathlib.PosixPath", "numpy.dtype", "numpy.ndarray"}
-STORED_TYPES |= {f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")}
+STORED_PACKAGES = (
+    "omegaconf",
+    "transformers",
+    "tokenizers",
+    "lightning",
+    "pytorch_lightning",
+    "dataloader",
+)
+STORED_TYPES = {
+    f"builtins.{name}"
+    for name in ("int", "float", "str", "bool", "list", "dict", "tuple", "object")
+}
+STORED_TYPES |= {
+    "typing.Any",
+    "collections.defaultdict",
+    "pathlib.PosixPath",
+    "numpy.dtype",
+    "numpy.ndarray",
+}
+STORED_TYPES |= {
+    f"numpy.{core}.multiarray.{name}"
+    for core in ("core", "_core")
+    for name in ("scalar", "_reconstruct")
+}
 
 
 class StoredObject:
@@ -56,19 +102,28 @@ class StoredObject:
         """Return what an OmegaConf dict holds under a key."""
         content = self.state.get("_content") if isinstance(self.state, dict) else None
         node: Any = content.get(key) if isinstance(content, dict) else None
-        return node.state.get("_val", node) if isinstance(getattr(node, "state", None), dict) else node
+        return (
+            node.state.get("_val", node) if isinstance(getattr(node, "state", None), dict) else node
+        )
 
 
 def map_names(config: ModelConfig) -> dict[str, str]:
     """Map the lineage's names of parameters to ours, in its order."""
     names = {EMBEDDING: "embed.weight"}
-    stages = {"backbone": ("anchor", config.anchor_layers), "denoiser": ("denoiser", config.denoiser_layers)}
+    stages = {
+        "backbone": ("anchor", config.anchor_layers),
+        "denoiser": ("denoiser", config.denoiser_layers),
+    }
     if not config.anchor_layers:
         stages = {"backbone": stages["denoiser"]}
     modulation = {} if config.is_causal else {"adaLN_modulation": "modulation"}
     for stage, (ours, layers) in stages.items():
         parts = {"vocab_embed.0": "bridge"} if stage == "denoiser" else {}
-        parts |= {} if config.is_causal else {name: f"{ours}.{own}" for name, own in CONDITION_NAMES.items()}
+        parts |= (
+            {}
+            if config.is_causal
+            else {name: f"{ours}.{own}" for name, own in CONDITION_NAMES.items()}
+        )
         for i in range(layers):
             layer = (LAYER_NAMES | modulation).items()
             parts |= {f"blocks.{i}.{name}": f"{ours}.layers.{i}.{own}" for name, own in layer}
@@ -97,7 +152,9 @@ def read_embedding_shape(state: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return the size of the vocabulary and the width of a lineage's state dict."""
     if EMBEDDING not in state or state[EMBEDDING].dim() != 2:
         problem = f"the state dict has no matrix {EMBEDDING!r}, its keys start with {list_names(sorted(state)[:3])}"
-        raise ValueError(f"{problem}: give the lineage's `state_dict` itself, with its names unchanged")
+        raise ValueError(
+            f"{problem}: give the lineage's `state_dict` itself, with its names unchanged"
+        )
     return state[EMBEDDING].shape[0], state[EMBEDDING].shape[1]
 
 
@@ -105,7 +162,8 @@ def from_state_dict(
     state: Mapping[str, Tensor],
     *,
     mask_id: int | None,
-    shadow: Sequence[Tensor] | None = None,  # the EMA in the order of the parameters, which replaces the weights
+    shadow: Sequence[Tensor]
+    | None = None,  # the EMA in the order of the parameters, which replaces the weights
     heads: int | None = None,
     time_conditioning: bool = False,
     length: int = 1024,
@@ -115,14 +173,22 @@ def from_state_dict(
     (vocab_size, dim), count = read_embedding_shape(state), len(state)
     state = {re.sub(r"^replica\.", "denoiser.", name): value for name, value in state.items()}
     if len(state) < count:
-        raise ValueError("the state dict has keys of both `denoiser` and `replica`, its older name: remove one of them")
-    blocks = {match[0] for name in state if (match := re.match(r"(?:backbone|denoiser)\.blocks\.\d+\.", name))}
+        raise ValueError(
+            "the state dict has keys of both `denoiser` and `replica`, its older name: remove one of them"
+        )
+    blocks = {
+        match[0]
+        for name in state
+        if (match := re.match(r"(?:backbone|denoiser)\.blocks\.\d+\.", name))
+    }
     first = sum(block.startswith("backbone") for block in blocks)
     layers = (first, len(blocks) - first) if len(blocks) > first else (0, first)
     buffers = {name: state[name] for name in BUFFERS if name in state}
     if heads is None:
         if not (sizes := {2 * value.numel() for value in buffers.values()} - {0}):
-            raise ValueError("the number of heads is unknown: keep rotary_emb.inv_freq, or give heads")
+            raise ValueError(
+                "the number of heads is unknown: keep rotary_emb.inv_freq, or give heads"
+            )
         heads = max(1, dim // sizes.pop())
     cond = state.get(CONDITION)
     settings: dict[str, Any] = {"time_conditioning": time_conditioning, "dropout": dropout}
@@ -130,21 +196,33 @@ def from_state_dict(
     config = ModelConfig(vocab_size, mask_id, dim, heads, *layers, length, cond is None, **settings)
     expected = rotary_frequencies(dim // heads)
     for name, value in buffers.items():
-        if value.shape != expected.shape or not torch.allclose(value.float().cpu(), expected, rtol=1e-4):
-            problem = f"has {value.numel()} frequencies, which do not fit heads = {heads} and base 10,000"
+        if value.shape != expected.shape or not torch.allclose(
+            value.float().cpu(), expected, rtol=1e-4
+        ):
+            problem = (
+                f"has {value.numel()} frequencies, which do not fit heads = {heads} and base 10,000"
+            )
             raise ValueError(f"{name} {problem}: check the number of heads")
     names = map_names(config)
     if leftover := [name for name in state if name not in {*names, *BUFFERS}]:
         listed = list_names(leftover)
-        raise ValueError(f"{len(leftover)} keys of the state dict are not the lineage's: {listed}; remove them")
+        raise ValueError(
+            f"{len(leftover)} keys of the state dict are not the lineage's: {listed}; remove them"
+        )
     if missing := [name for name in names if name not in state]:
         raise ValueError(f"{len(missing)} keys are missing: {list_names(missing)}; {FETCH_AGAIN}")
     if shadow is not None:
-        if sorted((name for name in state if name in names), key=lambda name: name.startswith("denoiser")) != [*names]:
-            raise ValueError("the keys are not in the order that the EMA follows: convert with --raw")
+        if sorted(
+            (name for name in state if name in names), key=lambda name: name.startswith("denoiser")
+        ) != [*names]:
+            raise ValueError(
+                "the keys are not in the order that the EMA follows: convert with --raw"
+            )
         if len(shadow) != len(names):
             problem = f"{len(shadow)} tensors for {len(names)} parameters"
-            raise ValueError(f"ema.shadow_params has {problem}: {FETCH_AGAIN}, or convert with --raw")
+            raise ValueError(
+                f"ema.shadow_params has {problem}: {FETCH_AGAIN}, or convert with --raw"
+            )
         state = dict(zip(names, shadow))
     model = build_on_meta(config)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -172,10 +250,16 @@ def read_lineage(path: Path) -> tuple[dict[str, Tensor], list[Tensor] | None, di
     if path.is_file():
         content = found if isinstance(found := read_pickle(path), dict) else {}
         state = content.get("state_dict", content)
-        ema, hyper, step = (content.get(name) for name in ("ema", "hyper_parameters", "global_step"))
+        ema, hyper, step = (
+            content.get(name) for name in ("ema", "hyper_parameters", "global_step")
+        )
         shadow = ema.get("shadow_params") if isinstance(ema, dict) else None
-        if shadow is not None and not (isinstance(shadow, list) and all(isinstance(x, Tensor) for x in shadow)):
-            raise ValueError(f"ema.shadow_params is no list of tensors: {FETCH_AGAIN}, or convert with --raw")
+        if shadow is not None and not (
+            isinstance(shadow, list) and all(isinstance(x, Tensor) for x in shadow)
+        ):
+            raise ValueError(
+                f"ema.shadow_params is no list of tensors: {FETCH_AGAIN}, or convert with --raw"
+            )
         config = hyper.get("config", hyper) if isinstance(hyper, dict) else {}
         settings = read_settings(config, LIGHTNING_SETTINGS)
     else:
@@ -190,8 +274,12 @@ def read_lineage(path: Path) -> tuple[dict[str, Tensor], list[Tensor] | None, di
         try:
             state = load_file(file) if file.suffix == ".safetensors" else read_pickle(file)
         except SafetensorError as error:
-            raise ValueError(f"{file.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
-    is_state = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
+            raise ValueError(
+                f"{file.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}"
+            ) from error
+    is_state = isinstance(state, dict) and all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()
+    )
     if not is_state or not state:
         raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
     return state, shadow, settings, step if is_whole(step) and step >= 0 else 0
@@ -204,12 +292,16 @@ def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
         value = config
         for key in dotted.split("."):
             value = value.get(key) if isinstance(value, dict | StoredObject) else None
-        if isinstance(value, int | float) or (isinstance(value, str) and "${" not in value and value != "???"):
+        if isinstance(value, int | float) or (
+            isinstance(value, str) and "${" not in value and value != "???"
+        ):
             settings[own] = value
     return settings
 
 
-def load_lineage(path: Path, *, weights: str | None = None, tokenizer: str | None = None) -> tuple[LoadedModel, str]:
+def load_lineage(
+    path: Path, *, weights: str | None = None, tokenizer: str | None = None
+) -> tuple[LoadedModel, str]:
     """Load a model with `ema` or `raw` weights, by default ema if there is one, and return which (docs/convert.md)."""
     try:
         state, shadow, settings, step = read_lineage(path)
@@ -223,45 +315,73 @@ def load_lineage(path: Path, *, weights: str | None = None, tokenizer: str | Non
         options |= {"mask_id": vocab_size - 1 if words is None else words.mask_id}
         model = from_state_dict(state, shadow=shadow if weights == "ema" else None, **options)
         config = model.config
-        actual: dict[str, Any] = {"dim": config.dim, "layers": config.anchor_layers or config.denoiser_layers}
-        actual |= {"vocab_size": vocab_size, "parameterization": "ar" if config.is_causal else "subs"}
-        actual |= {} if config.is_causal else {"cond_dim": config.cond_dim}  # in causal models without weights
+        actual: dict[str, Any] = {
+            "dim": config.dim,
+            "layers": config.anchor_layers or config.denoiser_layers,
+        }
+        actual |= {
+            "vocab_size": vocab_size,
+            "parameterization": "ar" if config.is_causal else "subs",
+        }
+        actual |= (
+            {} if config.is_causal else {"cond_dim": config.cond_dim}
+        )  # in causal models without weights
         for name, value in actual.items():  # settings that contradict the weights
             if settings.get(name, value) != value:
-                raise ValueError(f"{name} is {settings[name]!r:.80}, but the weights are of {value!r}: {FETCH_AGAIN}")
+                raise ValueError(
+                    f"{name} is {settings[name]!r:.80}, but the weights are of {value!r}: {FETCH_AGAIN}"
+                )
         method = "ar" if config.is_causal else "adlm" if config.anchor_layers else "mdlm"
         rows = WRAPPED if settings.get("wrap", True) else DOCUMENTS
         return LoadedModel(model, words, method, step, rows), weights
-    except (ValueError, RuntimeError) as error:  # RuntimeError: torch's for sizes that no memory holds
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # RuntimeError: torch's for sizes that no memory holds
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | None) -> Tokenizer | None:
+def choose_tokenizer(
+    path: Path, stored: object, vocab_size: int, given: str | None
+) -> Tokenizer | None:
     """Load the given tokenizer, that of the folder, or the bundled one by the stored name or the vocabulary's size."""
     name = given or ("characters" if stored == "text8" else stored) or TOKENIZERS.get(vocab_size)
     if not given and (path / "tokenizer.json").is_file():
         name = str(path)
     elif not given and name is not None and name not in TOKENIZERS.values():
-        raise ValueError(f"the tokenizer {name!r:.80} is not bundled: `adlm convert --tokenizer NAME` sets one")
+        raise ValueError(
+            f"the tokenizer {name!r:.80} is not bundled: `adlm convert --tokenizer NAME` sets one"
+        )
     tokenizer = None if name is None else load_tokenizer(str(name))
     if tokenizer is not None and tokenizer.vocab_size != vocab_size:
         problem = f"{name} has {tokenizer.vocab_size} tokens with the mask, the model {vocab_size}"
-        raise ValueError(f"{problem}: `adlm convert --tokenizer NAME` sets the one it was trained with")
+        raise ValueError(
+            f"{problem}: `adlm convert --tokenizer NAME` sets the one it was trained with"
+        )
     return tokenizer
 
 
 def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     """Write a checkpoint that the lineage's code loads; its EMA is the weights themselves, without optimizer."""
     config, is_causal = loaded.model.config, loaded.model.config.is_causal
-    required: dict[str, Any] = {"positions": "rotary", "norm_bias": False, "attention_bias": False, "tied": False}
+    required: dict[str, Any] = {
+        "positions": "rotary",
+        "norm_bias": False,
+        "attention_bias": False,
+        "tied": False,
+    }
     required |= {"anchor_layers": 0, "cond_dim": None} if is_causal else {}
     required |= {"bridge": "factored"} if config.anchor_layers else {}
     required |= {name: getattr(ModelConfig, name) for name in EXTENSIONS}
     wrong = [name for name, value in required.items() if getattr(config, name) != value]
-    wrong += [name for name in ("mask_id", "cond_dim")[: 2 - is_causal] if getattr(config, name) is None]
+    wrong += [
+        name for name in ("mask_id", "cond_dim")[: 2 - is_causal] if getattr(config, name) is None
+    ]
     if wrong:
         listed = ", ".join(f"{name} = {getattr(config, name)!r}" for name in wrong)
-        raise ValueError(f"the lineage's code has no model with {listed}: train one with its settings (recipes owt-*)")
+        raise ValueError(
+            f"the lineage's code has no model with {listed}: train one with its settings (recipes owt-*)"
+        )
     weights, state = loaded.model.state_dict(), dict[str, Tensor]()
     frequencies = rotary_frequencies(config.dim // config.heads)
     for name, own in map_names(config).items():
@@ -271,22 +391,36 @@ def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     values = vars(config) | {"layers": config.anchor_layers or config.denoiser_layers}
     values["parameterization"] = "ar" if is_causal else "subs"
     tokenizer = getattr(loaded.tokenizer, "name", None)
-    values |= {"wrap": loaded.rows == WRAPPED, "tokenizer": tokenizer if tokenizer in TOKENIZERS.values() else None}
+    values |= {
+        "wrap": loaded.rows == WRAPPED,
+        "tokenizer": tokenizer if tokenizer in TOKENIZERS.values() else None,
+    }
     settings: dict[str, Any] = {"model": {}, "data": {}}
     for dotted, own in LIGHTNING_SETTINGS.items():
         *group, key = dotted.split(".")
         (settings[group[0]] if group else settings)[key] = values[own]
     shadow = [value for name, value in state.items() if not name.endswith(FREQUENCIES)]
-    content = {"state_dict": state, "hyper_parameters": {"config": settings}, "global_step": loaded.step, "epoch": 0}
+    content = {
+        "state_dict": state,
+        "hyper_parameters": {"config": settings},
+        "global_step": loaded.step,
+        "epoch": 0,
+    }
     content["ema"] = {"decay": 0.9999, "num_updates": loaded.step, "shadow_params": shadow}
     progress = {"current": {"completed": 0}}  # which its loader reads
-    content["loops"] = {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": progress}}
+    content["loops"] = {
+        "fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": progress}
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        torch.save(content | {"pytorch-lightning_version": "2.2.1"}, path)  # the lineage's; Lightning migrates it
+        torch.save(
+            content | {"pytorch-lightning_version": "2.2.1"}, path
+        )  # the lineage's; Lightning migrates it
     except (RuntimeError, OSError) as error:  # RuntimeError: torch's for a full disk
         path.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written ({error}): make room, then run the same command") from error
+        raise OSError(
+            f"{path} could not be written ({error}): make room, then run the same command"
+        ) from error
     return path
 
 
@@ -297,7 +431,11 @@ def read_pickle(path: Path) -> Any:
             if damaged := file.testzip():  # torch does not compare checksums
                 raise ValueError(f"{damaged} is damaged")
         names = get_unsafe_globals_in_checkpoint(path)
-        refused = [name for name in names if name not in STORED_TYPES and name.split(".")[0] not in STORED_PACKAGES]
+        refused = [
+            name
+            for name in names
+            if name not in STORED_TYPES and name.split(".")[0] not in STORED_PACKAGES
+        ]
         if not refused:
             # The reader of torch sets the items of a defaultdict in plain dicts only.
             stand_ins: dict[str, Any] = {"collections.defaultdict": lambda *_: {}}
@@ -305,7 +443,9 @@ def read_pickle(path: Path) -> Any:
                 return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's readers raise errors of every kind at a damaged file
         reason = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]
-        problem = type(error).__name__ if not reason or "weights_only" in reason else reason  # that advice runs code
+        problem = (
+            type(error).__name__ if not reason or "weights_only" in reason else reason
+        )  # that advice runs code
         raise ValueError(f"{path.name} cannot be read ({problem}): {FETCH_AGAIN}") from error
     problem = f"{path.name} holds {list_names(sorted(refused))}, which could run code: nothing of the file was loaded"
     raise ValueError(f"{problem}; have it saved with tensors and plain values only")

@@ -30,12 +30,16 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto")
+            raise ValueError(
+                f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto"
+            )
         if device.index is None:
             device = torch.device("cuda", local_rank)
         if device.index >= torch.cuda.device_count():
             problem = f"there is no {device}: this node has {torch.cuda.device_count()} GPUs"
-            raise ValueError(f"{problem}; start as many processes (torchrun --nproc-per-node), or name one of them")
+            raise ValueError(
+                f"{problem}; start as many processes (torchrun --nproc-per-node), or name one of them"
+            )
     return device
 
 
@@ -87,9 +91,18 @@ class Predictor:
         broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
         if broken:
             problem = f"{len(broken)} parameters are not finite, for example {broken[0]}"
-            raise ValueError(f"{problem}: training of this model has diverged; use an earlier checkpoint")
-        self.model = model.fold().to(device, dtype or (torch.bfloat16 if is_cuda else torch.float32))
-        self.config, self.device, self.fixed_batch, self.max_batch = model.config, device, fixed_batch, 1
+            raise ValueError(
+                f"{problem}: training of this model has diverged; use an earlier checkpoint"
+            )
+        self.model = model.fold().to(
+            device, dtype or (torch.bfloat16 if is_cuda else torch.float32)
+        )
+        self.config, self.device, self.fixed_batch, self.max_batch = (
+            model.config,
+            device,
+            fixed_batch,
+            1,
+        )
         head = self.model.head
         bias = torch.zeros_like(head.weight[:, 0]) if head.bias is None else head.bias.clone()
         if self.config.mask_id is not None:
@@ -97,20 +110,31 @@ class Predictor:
         pad = -len(bias) % ALIGN if is_cuda else 0
         self.head = F.pad(head.weight, (0, 0, 0, pad)), F.pad(bias, (0, pad), value=-torch.inf)
         if self.model.positions is None:
-            self.model.rotary(self.head[0].device)  # before compiling, which would compute the angles in every layer
+            self.model.rotary(
+                self.head[0].device
+            )  # before compiling, which would compute the angles in every layer
         self.is_compiled = is_cuda and is_compiled
         if self.is_compiled:
-            self.compiled = torch.compile(lambda tokens, level, valid: self.model(tokens, level, valid=valid).final)
+            self.compiled = torch.compile(
+                lambda tokens, level, valid: self.model(tokens, level, valid=valid).final
+            )
             self.graphs: dict[tuple[int, ...], CudaGraph] = {}
             self.pool = torch.cuda.graph_pool_handle()
 
     def predict(
-        self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None, places: Tensor | None = None
+        self,
+        tokens: Tensor,
+        noise_level: Tensor,
+        valid: Tensor | None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Return features (n, L, dim) of n rows; on a GPU they are valid until the next call."""
         rows = size = tokens.shape[0]
         if self.fixed_batch is not None and rows > self.fixed_batch:
-            parts = [[None] * rows if x is None else x.split(self.fixed_batch) for x in (tokens, noise_level, valid)]
+            parts = [
+                [None] * rows if x is None else x.split(self.fixed_batch)
+                for x in (tokens, noise_level, valid)
+            ]
             return torch.cat([self.predict(*part).clone() for part in zip(*parts, strict=False)])
         level = noise_level.to(self.device) if self.config.time_conditioning else None
         if self.fixed_batch is not None:
@@ -138,7 +162,9 @@ class Predictor:
     def pad_limits(self, limits: TokenLimits) -> TokenLimits:
         """Return limits for the logits of the head, which may be wider than the vocabulary."""
         extra = self.head[1].numel() - limits.banned.shape[1]
-        return TokenLimits(limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(self.device))
+        return TokenLimits(
+            limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(self.device)
+        )
 
 
 compile_for_sampling = Predictor  # the public name: make it once, use it for many calls
@@ -150,7 +176,8 @@ def stream_tokens(
     sampler: Plan | Order | None = None,
     *,
     seed: int | Tensor,  # or one for each row
-    rows: Tensor | None = None,  # their own numbers: a row's text depends on the seed and its number alone
+    rows: Tensor
+    | None = None,  # their own numbers: a row's text depends on the seed and its number alone
     sampling: SamplingParams | None = None,
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
@@ -160,7 +187,9 @@ def stream_tokens(
     """Fill the mask tokens of xt (B, L) and return the frames; a causal model has no sampler and goes left to right."""
     config, xt = predictor.config, xt.to(predictor.device)
     if xt.shape[1] > config.length:
-        raise ValueError(f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: shorten it")
+        raise ValueError(
+            f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: shorten it"
+        )
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
     is_fixed, valid = (None if x is None else x.to(xt.device) for x in (is_fixed, valid))
@@ -168,15 +197,24 @@ def stream_tokens(
     same: dict[str, Any] = {"rng": rng, "sampling": sampling, "limits": limits}
     if config.is_causal:
         if sampler is not None or block is not None:
-            raise ValueError("a causal model samples from left to right: leave sampler and block out")
+            raise ValueError(
+                "a causal model samples from left to right: leave sampler and block out"
+            )
         if is_fixed is None:
-            raise ValueError("is_fixed is None: a causal model has no mask token, so say which tokens are given")
+            raise ValueError(
+                "is_fixed is None: a causal model has no mask token, so say which tokens are given"
+            )
         is_fixed = is_fixed if valid is None else is_fixed | ~valid  # padding is never generated
         model, cache = predictor.model, predictor.model.new_cache(*xt.shape)
-        same |= {"predict_next": lambda tokens: model(tokens, cache=cache).final[:, -1], "is_fixed": is_fixed}
+        same |= {
+            "predict_next": lambda tokens: model(tokens, cache=cache).final[:, -1],
+            "is_fixed": is_fixed,
+        }
         return continue_tokens(xt, logits_at=predictor.logits_at, **same)
     if sampler is None or isinstance(sampler, str):
-        raise ValueError(f"sampler is {sampler!r}: make one with adlm.build_sampler(NAME), as a masked model needs")
+        raise ValueError(
+            f"sampler is {sampler!r}: make one with adlm.build_sampler(NAME), as a masked model needs"
+        )
     assert config.mask_id is not None
     same |= {"mask_id": config.mask_id, "is_fixed": is_fixed, "valid": valid, "block": block}
     return denoise(xt, sampler, predictor.predict, predictor.logits_at, **same)

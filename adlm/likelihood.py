@@ -18,7 +18,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, TensorRows, is_valid
 from adlm.diffusion import orders
-from adlm.diffusion.masking import ForwardProcess, NoisyBatch, collect_batch, corrupt, select, shift_tokens
+from adlm.diffusion.masking import (
+    ForwardProcess,
+    NoisyBatch,
+    collect_batch,
+    corrupt,
+    select,
+    shift_tokens,
+)
 from adlm.diffusion.objectives import Loss, training_loss
 from adlm.diffusion.plans import EPS
 from adlm.diffusion.rng import CounterRng, Purpose
@@ -69,20 +76,32 @@ class NllEstimate:
         return self.nll * self.tokens / math.log(2) / size
 
 
-def summarize_rows(row_nats: Tensor, row_tokens: Tensor, documents: Tensor | None = None) -> NllEstimate:
+def summarize_rows(
+    row_nats: Tensor, row_tokens: Tensor, documents: Tensor | None = None
+) -> NllEstimate:
     """The estimate from each row's nats and tokens (n,), with a standard error over documents or rows."""
     row_nats, row_tokens = row_nats.cpu().double(), row_tokens.cpu().double()
     infinite = (~torch.isfinite(row_nats)).nonzero()[:, 0].tolist()
     if infinite:
-        problem = f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}"
+        problem = (
+            f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}"
+        )
         raise FloatingPointError(f"{problem}: check the weights, then the rows")
     unit, units = group_rows(len(row_nats), documents)
-    sums = torch.zeros(2, units, dtype=torch.float64).index_add_(1, unit, torch.stack([row_nats, row_tokens]))
+    sums = torch.zeros(2, units, dtype=torch.float64).index_add_(
+        1, unit, torch.stack([row_nats, row_tokens])
+    )
     tokens, (_, stderr) = float(row_tokens.sum()), estimate_ratio(*sums.numpy())
     if math.isnan(stderr):
         problem = f"a standard error needs counted tokens in 2 of {units} units, got {int(tokens)}"
         raise ValueError(f"{problem}: give more text")
-    return NllEstimate(float(row_nats.sum()) / tokens, stderr, int(tokens), row_nats=row_nats, row_tokens=row_tokens)
+    return NllEstimate(
+        float(row_nats.sum()) / tokens,
+        stderr,
+        int(tokens),
+        row_nats=row_nats,
+        row_tokens=row_tokens,
+    )
 
 
 def estimate_ratio(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float]:
@@ -105,7 +124,11 @@ def group_rows(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]
     unit = torch.arange(rows) if documents is None else documents.cpu()
     distinct, unit = unit.unique(return_inverse=True)
     if len(distinct) < 2:
-        units = "rows: give more text or shorter rows" if documents is None else "documents: give more, or none"
+        units = (
+            "rows: give more text or shorter rows"
+            if documents is None
+            else "documents: give more, or none"
+        )
         raise ValueError(f"a standard error needs more than {len(distinct)} {units}")
     return unit, len(distinct)
 
@@ -131,7 +154,9 @@ class RowBatch:
     row: Tensor  # (n,): the number of each row, from which its noise follows
     x0: Tensor  # (n, L)
     valid: Tensor | None  # (n, L), False at padding; None if there is none
-    is_given: Tensor | None  # (n, L): always visible and not counted; None if there are no such tokens
+    is_given: (
+        Tensor | None
+    )  # (n, L): always visible and not counted; None if there are no such tokens
     is_counted: Tensor  # (n, L)
 
 
@@ -158,11 +183,16 @@ def _estimate(
     documents = None if documents is None else documents[:count]
     group_rows(count, documents)  # raises before anything is computed
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    row_draws, row_tokens = torch.zeros(count, draws, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    row_draws, row_tokens = (
+        torch.zeros(count, draws, dtype=torch.float64),
+        torch.zeros(count, dtype=torch.float64),
+    )
     batches = torch.arange(count).split(batch)
     for turn in range(-(-len(batches) // world_size)):
         mine = turn * world_size + rank
-        row = batches[min(mine, len(batches) - 1)]  # ranks without a batch still take part in the collectives
+        row = batches[
+            min(mine, len(batches) - 1)
+        ]  # ranks without a batch still take part in the collectives
         x0, lengths = dataset.fetch(row)
         valid = None if lengths is None else is_valid(lengths, x0.shape[1])
         is_given = torch.isin(x0, torch.tensor(list(given_tokens))) if given_tokens else None
@@ -183,9 +213,14 @@ def _estimate(
     if draws > 1:
         times = None
         if times_seed is not None:
-            places = [draw_position(torch.arange(count), count, draw, draws, times_seed) for draw in range(draws)]
+            places = [
+                draw_position(torch.arange(count), count, draw, draws, times_seed)
+                for draw in range(draws)
+            ]
             times = torch.stack(places, dim=1) / count % 1
-        noise_stderr = float(noise_variance(row_draws, row_tokens, times).sum().sqrt() / row_tokens.sum())
+        noise_stderr = float(
+            noise_variance(row_draws, row_tokens, times).sum().sqrt() / row_tokens.sum()
+        )
     return replace(estimate, noise_stderr=noise_stderr, draws=draws)
 
 
@@ -193,7 +228,9 @@ def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> 
     """The place of a draw of rows among the `count` strata of the unit interval, modulo `count`; the seed shifts all
     rows, so that a mean over seeds is unbiased. A single draw has the lineage's place."""
     # `draws` is a step number that no draw has.
-    shift = float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0
+    shift = (
+        float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0
+    )
     return row.double() + count * (draw / draws + shift)
 
 
@@ -225,7 +262,9 @@ def estimate_nll(
     """
     config, device, was_training = model.config, model.embed.weight.device, model.training
     draws = 1 if config.is_causal else draws
-    process = ForwardProcess(config.mask_id, schedule or LogLinear(), attend_padding=attend_padding, steps=steps)
+    process = ForwardProcess(
+        config.mask_id, schedule or LogLinear(), attend_padding=attend_padding, steps=steps
+    )
 
     def compute_nats(each: RowBatch, draw: int, count: int) -> Tensor:
         # Where every token is given nothing counts, but all ranks must call a sharded model.
@@ -234,18 +273,34 @@ def estimate_nll(
         if config.is_causal:
             noisy = shift_tokens(each.x0, valid=each.valid if is_given is None else each.is_counted)
         else:
-            rng, at = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
+            rng, at = (
+                CounterRng.from_seed(seed, each.row),
+                draw_position(each.row, count, draw, draws, seed),
+            )
             masks = {"valid": each.valid, "is_fixed": is_given}
             noisy = corrupt(each.x0, process, rng, draw, index=at, total=count, **masks)
         noisy = noisy.to(device)
-        loss = loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
+        loss = (
+            loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
+        )
         return loss.row_nll.cpu().double() * has_counted
 
     model.eval()
     try:
-        options: dict[str, Any] = {"draws": draws, "batch": batch, "given_tokens": given_tokens, "documents": documents}
-        options |= {"is_exact": config.is_causal, "skip_first": config.is_causal, "times_seed": seed}
-        return _estimate(rows, compute_nats, ranks=ranks, on_rows=on_rows, max_rows=max_rows, **options)
+        options: dict[str, Any] = {
+            "draws": draws,
+            "batch": batch,
+            "given_tokens": given_tokens,
+            "documents": documents,
+        }
+        options |= {
+            "is_exact": config.is_causal,
+            "skip_first": config.is_causal,
+            "times_seed": seed,
+        }
+        return _estimate(
+            rows, compute_nats, ranks=ranks, on_rows=on_rows, max_rows=max_rows, **options
+        )
     finally:
         model.train(was_training)
 
@@ -268,7 +323,9 @@ def choose_hidden_sets(tokens: int, draws: int, seed: int) -> tuple[Tensor, Tens
     sizes = torch.arange(1, tokens + 1)
     if tokens <= MAX_ENUMERATED:
         is_hidden = (torch.arange(1, 2**tokens)[:, None] >> (sizes - 1)) & 1 == 1
-        share = torch.tensor([1 / (k * math.comb(tokens, k)) for k in sizes.tolist()], dtype=torch.float64)
+        share = torch.tensor(
+            [1 / (k * math.comb(tokens, k)) for k in sizes.tolist()], dtype=torch.float64
+        )
         return is_hidden, share[is_hidden.sum(1) - 1]
     # About the spread of a set's share of the sum; if uniform, few draws with small k would make up most of the error.
     rng, density = CounterRng.from_seed(seed, draws), sizes.double() ** -0.5
@@ -298,21 +355,30 @@ def estimate_token_nats(
     score_entropy: bool = False,
 ) -> TokenNats:
     """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one the NELBO."""
-    config, device, process = model.config, model.embed.weight.device, ForwardProcess(model.config.mask_id)
+    config, device, process = (
+        model.config,
+        model.embed.weight.device,
+        ForwardProcess(model.config.mask_id),
+    )
     places = [torch.tensor(each).nonzero()[:, 0] for each in is_scored]
     token_counts = torch.tensor([len(each) for each in places], dtype=torch.int64)
-    sets = dict[int, tuple[Tensor, Tensor]]()  # by the number of scored tokens: hidden tokens, and weights
+    sets = dict[
+        int, tuple[Tensor, Tensor]
+    ]()  # by the number of scored tokens: hidden tokens, and weights
     if not config.is_causal and not config.time_conditioning:
         sets = {n: choose_hidden_sets(n, draws, seed) for n in set(token_counts.tolist()) - {0}}
     one = 1 if config.is_causal else draws
-    counts = token_counts.new_tensor([len(sets[n][1]) if n in sets else one * (n > 0) for n in token_counts.tolist()])
+    counts = token_counts.new_tensor(
+        [len(sets[n][1]) if n in sets else one * (n > 0) for n in token_counts.tolist()]
+    )
     row = torch.repeat_interleave(torch.arange(len(rows)), counts)
     state = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     values = torch.zeros(len(row), dtype=torch.float64)
     for part in torch.arange(len(row)).split(batch) if len(row) else ():
         mine, now = row[part].tolist(), state[part]
         x0, scored = (
-            pad_sequence([torch.tensor(each[i]) for i in mine], batch_first=True) for each in (rows, is_scored)
+            pad_sequence([torch.tensor(each[i]) for i in mine], batch_first=True)
+            for each in (rows, is_scored)
         )
         valid = is_valid(torch.tensor([len(rows[i]) for i in mine]), x0.shape[1])
         ones = torch.ones(len(mine))
@@ -320,17 +386,27 @@ def estimate_token_nats(
             noisy = replace(shift_tokens(x0, valid=valid), hidden=select(scored[:, 1:], ones))
         elif config.time_conditioning:
             rng = CounterRng.from_seed(seed, now)
-            noisy = corrupt(x0, process, rng, 0, index=now, total=draws, valid=valid, is_fixed=~scored)
+            noisy = corrupt(
+                x0, process, rng, 0, index=now, total=draws, valid=valid, is_fixed=~scored
+            )
         else:
             assert config.mask_id is not None
             is_hidden = torch.zeros_like(scored)
             for each, i, number in zip(is_hidden, mine, now.tolist(), strict=True):
                 each[places[i]] = sets[len(places[i])][0][number]
             xt = x0.masked_fill(is_hidden, config.mask_id)
-            noisy = collect_batch(x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored)
-        values[part] = training_loss(model, noisy.to(device), score_entropy=score_entropy).row_nll.cpu().double()
+            noisy = collect_batch(
+                x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored
+            )
+        values[part] = (
+            training_loss(model, noisy.to(device), score_entropy=score_entropy)
+            .row_nll.cpu()
+            .double()
+        )
     nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
-    for number, (each, n) in enumerate(zip(values.split(counts.tolist()), token_counts.tolist(), strict=True)):
+    for number, (each, n) in enumerate(
+        zip(values.split(counts.tolist()), token_counts.tolist(), strict=True)
+    ):
         if n in sets:
             weighted = each * sets[n][1]
             nats[number] = weighted.sum()
@@ -350,7 +426,13 @@ def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> 
 
 @torch.no_grad()
 def estimate_order_nll(
-    model: LanguageModel, rows: Tensor | RowDataset, order: str, *, draws: int = 1, seed: int = 0, **options: Any
+    model: LanguageModel,
+    rows: Tensor | RowDataset,
+    order: str,
+    *,
+    draws: int = 1,
+    seed: int = 0,
+    **options: Any,
 ) -> NllEstimate:
     """Nats per token of rows (n, L) that are revealed a token a step in an order: exact, a bound for a random order.
 
@@ -359,11 +441,15 @@ def estimate_order_nll(
     options are `batch`, `given_tokens`, `documents`, `ranks` and `on_rows` of `estimate_nll`.
     """
     if model.config.is_causal or model.config.mask_id is None:
-        raise ValueError("a causal model has one order, from left to right, in which its nll is exact already")
+        raise ValueError(
+            "a causal model has one order, from left to right, in which its nll is exact already"
+        )
     check_known("order", order, ORDERS)
     score, is_random = SCORES.get(order), order == RANDOM
     if score is not None and model.embed.weight.device.type == "mps":
-        raise ValueError(f"order {order!r} is scored in float64, which mps does not have: use device=cpu")
+        raise ValueError(
+            f"order {order!r} is scored in float64, which mps does not have: use device=cpu"
+        )
     folded = model.fold() if score is None else model.fold().double()
     draws = draws if is_random else 1
 
@@ -398,7 +484,9 @@ def _nats_in_order(
         share = here.sum(1) / rows.is_counted[active].sum(1).clamp(min=1)
         level = noise_level(LogLinear(EPS), share.double())
         valid = None if rows.valid is None else rows.valid[active].to(device)
-        features = model(torch.where(here, mask_id, x0).to(device), level.to(device), valid=valid).final
+        features = model(
+            torch.where(here, mask_id, x0).to(device), level.to(device), valid=valid
+        ).final
         if score is not None:
             parts = features[here.to(device)].split(MAX_LOGIT_ROWS[device.type])
             scored = torch.cat([score(compute_logits(model, part)) for part in parts]).cpu()

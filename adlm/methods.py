@@ -111,7 +111,9 @@ def build_anchor_rule(name: str, **options: Any) -> anchors.AnchorRule:
     return _build(ANCHOR_RULES, name, "anchor rule", options)
 
 
-def _build(table: Mapping[str, Callable[..., Entry]], name: str, kind: str, options: dict[str, Any]) -> Entry:
+def _build(
+    table: Mapping[str, Callable[..., Entry]], name: str, kind: str, options: dict[str, Any]
+) -> Entry:
     factory = look_up(table, name, kind)
     known = inspect.signature(factory).parameters
     for option in options:
@@ -122,7 +124,9 @@ def _build(table: Mapping[str, Callable[..., Entry]], name: str, kind: str, opti
     return factory(**options)
 
 
-def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | None, **changes: Any) -> ModelConfig:
+def build_config(
+    method: str, preset: str, *, vocab_size: int, mask_id: int | None, **changes: Any
+) -> ModelConfig:
     """Build the config of a method in a preset's size; one stage has the anchor network's depth, as in the paper."""
     shape, size = look_up(METHODS, method, "method"), look_up(PRESETS, preset, "preset")
     if not shape.two_stages:
@@ -131,5 +135,9 @@ def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | No
         size = size | {"cond_dim": None}  # the lineage's causal layers have no modulation
     for change in changes:
         check_known("model setting", change, [field.name for field in fields(ModelConfig)])
-    settings = size | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id} | changes
+    settings = (
+        size
+        | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id}
+        | changes
+    )
     return ModelConfig(**settings)

@@ -49,5 +49,7 @@ def list_requirements() -> dict[str, list[str]]:
     requirements: dict[str, list[str]] = {}
     for line in metadata.requires("adlm") or []:
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)
-        requirements.setdefault(extra[1] if extra else "", []).append(line.partition(";")[0].strip())
+        requirements.setdefault(extra[1] if extra else "", []).append(
+            line.partition(";")[0].strip()
+        )
     return requirements

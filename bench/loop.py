@@ -27,7 +27,9 @@ SIZES = {  # recipe, length, changes
 }
 
 
-def time_bare_steps(config_path: list[str], recipe: str, data: Path, device: str, repeats: int) -> list[float]:
+def time_bare_steps(
+    config_path: list[str], recipe: str, data: Path, device: str, repeats: int
+) -> list[float]:
     """Time each bare step: one batch of rows, corrupted while the device computes, nothing logged."""
     config = load_config(recipe, *config_path)
     opened = open_data(data)
@@ -39,7 +41,10 @@ def time_bare_steps(config_path: list[str], recipe: str, data: Path, device: str
     gamma = torch.tensor(GAMMA, device=device)
     next_batch = prefetch_batches(x0, device, 64 if is_cuda else 1, mask_id=opened.mask_id)
     step = build_step(
-        model, lambda b: training_loss(model, b, anchor_weight=gamma, check=False).total, next_batch, device
+        model,
+        lambda b: training_loss(model, b, anchor_weight=gamma, check=False).total,
+        next_batch,
+        device,
     )
     return time_steps(step, WARM_UP, repeats, device)
 
@@ -70,7 +75,9 @@ def main(args: argparse.Namespace) -> None:
             "log.show=false",
             "guard.spike=null",
         ]
-        times = time_bare_steps([*changes, f"folder={place / 'none'}"], recipe, place / "data", device, args.repeats)
+        times = time_bare_steps(
+            [*changes, f"folder={place / 'none'}"], recipe, place / "data", device, args.repeats
+        )
         run = train(recipe, *changes, folder=place / "run")
         logged = read_metrics(run.folder / "metrics.jsonl")
     # From the first logged step after the first validation (until then torch compiles) to the last step, with all
@@ -86,14 +93,28 @@ def main(args: argparse.Namespace) -> None:
     stall = max(record["time"]["stall"] for record in steps)
     rows = [
         ["bare step", f"{bare_speed:,.0f}", "1", ""],
-        ["the loop", f"{without:,.0f}", f"{without / bare_speed:.3f}", f"waiting for data at most {100 * stall:.2f}%"],
-        ["with its validation", f"{loop_speed:,.0f}", f"{loop_speed / bare_speed:.3f}", f"{checks[0]:.2f} s each"],
+        [
+            "the loop",
+            f"{without:,.0f}",
+            f"{without / bare_speed:.3f}",
+            f"waiting for data at most {100 * stall:.2f}%",
+        ],
+        [
+            "with its validation",
+            f"{loop_speed:,.0f}",
+            f"{loop_speed / bare_speed:.3f}",
+            f"{checks[0]:.2f} s each",
+        ],
     ]
     record = {
         **describe_machine("loop", device),
         "ratio": round(without / bare_speed, 4),
         "ratio_with_validation": round(loop_speed / bare_speed, 4),
-        "tokens_per_s": {"step": round(bare_speed), "loop": round(without), "with_validation": round(loop_speed)},
+        "tokens_per_s": {
+            "step": round(bare_speed),
+            "loop": round(without),
+            "with_validation": round(loop_speed),
+        },
         "step_ms": round(1e3 * step, 3),
         "spread_ms": round(1e3 * half, 3),
         "stall": stall,
@@ -118,6 +139,8 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--valid-rows", type=int, default=32)
-    parser.add_argument("--valid-every", type=int, default=80, help="the owt recipes: 4,096 rows every 10,000 steps")
+    parser.add_argument(
+        "--valid-every", type=int, default=80, help="the owt recipes: 4,096 rows every 10,000 steps"
+    )
     parser.add_argument("--threads", type=int)
     main(parser.parse_args())

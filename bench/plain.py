@@ -36,7 +36,11 @@ def subs(logits: Tensor, xt: Tensor, mask_id: int) -> Tensor:
 
 
 def plain_loss(
-    model: LanguageModel, batch: NoisyBatch, weight: Tensor, is_anchor: Tensor, anchor_weight: float | Tensor
+    model: LanguageModel,
+    batch: NoisyBatch,
+    weight: Tensor,
+    is_anchor: Tensor,
+    anchor_weight: float | Tensor,
 ) -> Tensor:
     """Compute the ANELBO, with every logit."""
     mask_id = model.config.mask_id

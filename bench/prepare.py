@@ -25,14 +25,18 @@ from bench.setting import describe_machine, print_report
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", nargs="?", help="a source of documents; default: the excerpt, again and again")
+    parser.add_argument(
+        "text", nargs="?", help="a source of documents; default: the excerpt, again and again"
+    )
     parser.add_argument("--mb", type=float, default=20, help="megabytes of text")
     parser.add_argument("--tokenizer", default="gpt2")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=count_cores())
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read when the library first uses its threads
+    os.environ["RAYON_NUM_THREADS"] = str(
+        args.workers
+    )  # read when the library first uses its threads
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
     documents = choose_documents(args.text, int(args.mb * 1e6))
@@ -43,7 +47,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "text.txt.gz"
         file.write_bytes(gzip.compress("\n<|endoftext|>\n".join(documents).encode(), 6))
-        for number in range(args.repeats):  # in turn: what else the machine does falls on both alike
+        for number in range(
+            args.repeats
+        ):  # in turn: what else the machine does falls on both alike
             bare_runs.append(time_call(lambda: bare(tokenizer, documents)))
             out = Path(place) / f"out-{number}"
             our_runs.append(time_call(lambda out=out: ours(file, out, args)))  # type: ignore[misc]
@@ -53,7 +59,13 @@ def main() -> None:
     wall = {"bare": median(bare_runs, 0), "ours": median(our_runs, 0)}
     cpu = {"bare": median(bare_runs, 1), "ours": median(our_runs, 1)}
     table = [
-        [name, f"{wall[name]:.2f}", f"{cpu[name]:.2f}", f"{size / wall[name] / 1e6:.2f}", f"{tokens / wall[name]:,.0f}"]
+        [
+            name,
+            f"{wall[name]:.2f}",
+            f"{cpu[name]:.2f}",
+            f"{size / wall[name] / 1e6:.2f}",
+            f"{tokens / wall[name]:,.0f}",
+        ]
         for name in ("bare", "ours")
     ]
     title = f"{args.tokenizer}, {size / 1e6:.1f} MB in {len(documents):,} documents, {args.workers} workers"
@@ -77,7 +89,9 @@ def choose_documents(text: str | None, max_bytes: int) -> list[str]:
     documents: list[str] = []
     size, chapters = 0, [] if text else load_excerpt().split("\nCHAPTER ")
     while size < max_bytes:
-        for document in (document for document, _ in open_source(text).read()) if text else iter(chapters):
+        for document in (
+            (document for document, _ in open_source(text).read()) if text else iter(chapters)
+        ):
             documents.append(document[: max_bytes - size])
             size += len(documents[-1].encode())
             if size >= max_bytes:

@@ -4,6 +4,7 @@ the plain formula against ours, in one run."""
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 
@@ -37,9 +38,13 @@ def main(args: argparse.Namespace) -> None:
         half = rng.uniform(0, length, Purpose.MASK).argsort(-1) < length // 2
         xt = torch.where(half.to(device), setting.MASK, x0)
         everywhere, sampling = torch.ones_like(half), SamplingParams(top_p=TOP_P)
-        state = SamplerState(xt.clone(), half, everywhere, fast.predict, fast.logits_at, setting.MASK, rng, sampling)
+        state = SamplerState(
+            xt.clone(), half, everywhere, fast.predict, fast.logits_at, setting.MASK, rng, sampling
+        )
 
-        def ours(state: SamplerState = state, xt: torch.Tensor = xt, half: torch.Tensor = half) -> None:
+        def ours(
+            state: SamplerState = state, xt: torch.Tensor = xt, half: torch.Tensor = half
+        ) -> None:
             """Take a step of the sampling loop, from the same half-masked tokens each time."""
             state.xt.copy_(xt)
             state.is_hidden = half
@@ -59,7 +64,8 @@ def main(args: argparse.Namespace) -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             plain_repeats = args.repeats or (20 if is_cuda else 5)
-            times = setting.time_steps(lambda xt=xt: plain_step(model, xt, transition, TOP_P), 1, plain_repeats, device)  # type: ignore[misc]
+            step = partial(plain_step, model, xt, transition, TOP_P)
+            times = setting.time_steps(step, 1, plain_repeats, device)
             plain_mid, plain_half = setting.compute_spread(times)
             plain_peak = setting.get_peak_gib(device)
         ratio = plain_mid / mid
@@ -92,11 +98,15 @@ def main(args: argparse.Namespace) -> None:
         "bridge": args.bridge,
     }
     title = f"Sampling step, {size}, length {length}"
-    setting.print_report(title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record)
+    setting.print_report(
+        title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record
+    )
 
 
 if __name__ == "__main__":
     parser = setting.build_parser(__doc__ or "")
-    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes [default: 1 on a CPU, 1 8 32 on a GPU]")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", help="batch sizes [default: 1 on a CPU, 1 8 32 on a GPU]"
+    )
     parser.add_argument("--repeats", type=int)
     main(parser.parse_args())

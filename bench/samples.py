@@ -23,7 +23,9 @@ def main(args: argparse.Namespace) -> None:
     for _ in stream_tokens(predictor, xt, remask_loop(64), seed=0, sampling=sampling):
         pass  # warm-up: compiles for the batch sizes that occur
     start = time.perf_counter()
-    (last,) = deque(stream_tokens(predictor, xt, remask_loop(args.steps), seed=1, sampling=sampling), maxlen=1)
+    (last,) = deque(
+        stream_tokens(predictor, xt, remask_loop(args.steps), seed=1, sampling=sampling), maxlen=1
+    )
     tokens = last.tokens.cpu()
     seconds = time.perf_counter() - start
     assert not (tokens == setting.MASK).any()
@@ -43,7 +45,14 @@ def main(args: argparse.Namespace) -> None:
         str(args.steps), str(args.batch), f"{seconds:.1f}", f"{1e3 * seconds / args.steps:.2f}",
         f"{100 * evaluated:.0f}%", f"{record['hours_for_5000']}",
     ]  # fmt: skip
-    columns = ["steps", "batch", "seconds", "ms per step", "row-steps evaluated", "hours for 5,000 samples"]
+    columns = [
+        "steps",
+        "batch",
+        "seconds",
+        "ms per step",
+        "row-steps evaluated",
+        "hours for 5,000 samples",
+    ]
     setting.print_report(f"Samples, {size}, length {length}", columns, [row], record)
 
 

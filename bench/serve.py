@@ -24,7 +24,14 @@ from adlm.data.tokenizers import load_tokenizer
 from adlm.serve.engine import Engine, EngineLimits, generate_rows
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, GeneratedRow, load
-from bench.setting import SIZES, build_model, compute_spread, describe_machine, get_peak_gib, print_report
+from bench.setting import (
+    SIZES,
+    build_model,
+    compute_spread,
+    describe_machine,
+    get_peak_gib,
+    print_report,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -53,7 +60,9 @@ async def post_all(address: str, bodies: list[dict[str, Any]]) -> list[httpx.Res
 
     limits = httpx.Limits(max_connections=len(bodies))
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=None) as client:
-        return list(await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)))
+        return list(
+            await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+        )
 
 
 def read_cpu_seconds(pid: int) -> float:
@@ -65,7 +74,9 @@ def read_cpu_seconds(pid: int) -> float:
 def read_metrics(address: str) -> dict[str, float]:
     """Return the server's metrics by name."""
     with urllib.request.urlopen(f"{address}/metrics") as answer:
-        lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[:1] != "#"]
+        lines = [
+            line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[:1] != "#"
+        ]
     return {name.removeprefix("adlm_"): float(value) for name, value in lines}
 
 
@@ -81,7 +92,10 @@ def measure_clients(args: argparse.Namespace) -> None:
     cpu_seconds: dict[str, list[float]] = {kind: [] for kind in seconds}
     wrong = dict.fromkeys(seconds, 0)
     with (
-        start_server(args.model, "--device", args.device, "--max-rows", str(args.clients)) as (address, pid),
+        start_server(args.model, "--device", args.device, "--max-rows", str(args.clients)) as (
+            address,
+            pid,
+        ),
         Engine(lm, EngineLimits(max_rows=args.clients)) as engine,
     ):
 
@@ -90,7 +104,9 @@ def measure_clients(args: argparse.Namespace) -> None:
                 return lm.generate(prompts, batch=args.clients, **settings).texts
             if kind == "engine":
                 return [row.text for row in asyncio.run(run_requests(engine, requests))]
-            answers = asyncio.run(post_all(address, [{**body, "prompt": prompt} for prompt in prompts]))
+            answers = asyncio.run(
+                post_all(address, [{**body, "prompt": prompt} for prompt in prompts])
+            )
             return [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
 
         for kind in seconds:
@@ -102,24 +118,45 @@ def measure_clients(args: argparse.Namespace) -> None:
             seconds[kind].append(time.perf_counter() - began)
             cpu_seconds[kind].append(read_cpu_seconds(pid) - cpu_began)
             wrong[kind] += sum(a != b for a, b in zip(texts, expected, strict=True))
-    record: dict[str, object] = {**describe_machine("serve clients", str(lm.device)), "model": lm.name, **settings}
+    record: dict[str, object] = {
+        **describe_machine("serve clients", str(lm.device)),
+        "model": lm.name,
+        **settings,
+    }
     record |= {"clients": args.clients, "repeats": args.repeats, "texts_unlike_alone": wrong}
     rows = []
     for kind in seconds:
         rows.append([kind])
         for clock, times in (("wall", seconds), ("cpu", cpu_seconds)):
             middle, spread = compute_spread(times[kind])
-            ratio, ratio_spread = compute_spread([a / b for a, b in zip(times["offline"], times[kind], strict=True)])
+            ratio, ratio_spread = compute_spread(
+                [a / b for a, b in zip(times["offline"], times[kind], strict=True)]
+            )
             rows[-1] += [f"{middle:.2f} ± {spread:.2f}", f"{ratio:.3f} ± {ratio_spread:.3f}"]
-            record |= {f"{clock}_seconds_{kind}": round(middle, 3), f"{clock}_throughput_{kind}": round(ratio, 3)}
-    columns = ["by", "seconds", "throughput / offline", "CPU seconds", "throughput / offline by CPU"]
+            record |= {
+                f"{clock}_seconds_{kind}": round(middle, 3),
+                f"{clock}_throughput_{kind}": round(ratio, 3),
+            }
+    columns = [
+        "by",
+        "seconds",
+        "throughput / offline",
+        "CPU seconds",
+        "throughput / offline by CPU",
+    ]
     print_report(f"{args.clients} clients", columns, rows, record)
 
 
 def measure_trouble(args: argparse.Namespace) -> None:
     """Kill clients in mid-stream and count the steps until their slots are free; then send twice what fits."""
     with start_server(args.model, "--max-rows", "16", "--max-waiting", "16") as (address, _):
-        slow = {"prompt": "It was", "steps": 4000, "sampler": "ancestral", "stream": True, "stream_mode": "denoise"}
+        slow = {
+            "prompt": "It was",
+            "steps": 4000,
+            "sampler": "ancestral",
+            "stream": True,
+            "stream_mode": "denoise",
+        }
         client = f"import asyncio, bench.serve; asyncio.run(bench.serve.post_all({address!r}, [{slow!r}] * 16))"
         with subprocess.Popen([sys.executable, "-c", client]) as process:
             while read_metrics(address)["rows_running"] < 16:
@@ -131,13 +168,22 @@ def measure_trouble(args: argparse.Namespace) -> None:
         while (after := read_metrics(address))["rows_running"] > 0:
             time.sleep(0.005)
         steps, waited = after["steps_total"] - before["steps_total"], time.perf_counter() - began
-        print(f"16 streams killed: all slots free after {1e3 * waited:.0f} ms, {steps:.0f} steps since before the kill")
-        bodies = [{"prompt": "It was", "max_tokens": 32, "steps": 64, "seed": number} for number in range(64)]
+        print(
+            f"16 streams killed: all slots free after {1e3 * waited:.0f} ms, {steps:.0f} steps since before the kill"
+        )
+        bodies = [
+            {"prompt": "It was", "max_tokens": 32, "steps": 64, "seed": number}
+            for number in range(64)
+        ]
         answers = asyncio.run(post_all(address, bodies))
         statuses = Counter(answer.status_code for answer in answers)
-        waits = {answer.headers.get("retry-after") for answer in answers if answer.status_code == 429}
+        waits = {
+            answer.headers.get("retry-after") for answer in answers if answer.status_code == 429
+        }
         print(f"64 requests where 32 fit: {dict(statuses)}, Retry-After {waits}")
-        rest = [body for body, answer in zip(bodies, answers, strict=True) if answer.status_code == 429]
+        rest = [
+            body for body, answer in zip(bodies, answers, strict=True) if answer.status_code == 429
+        ]
         again = asyncio.run(post_all(address, rest))
         print(f"the rest again: {dict(Counter(answer.status_code for answer in again))}")
 
@@ -145,14 +191,25 @@ def measure_trouble(args: argparse.Namespace) -> None:
 def measure_engine(args: argparse.Namespace) -> None:
     """Compare requests that come together with one at a time, and measure the memory beyond the weights."""
     model = build_model(args.size, "factored", dropout=0.0)
-    lm = LM(LoadedModel(model, load_tokenizer("gpt2"), "adlm", 0, "wrapped"), args.size, device=args.device)
+    lm = LM(
+        LoadedModel(model, load_tokenizer("gpt2"), "adlm", 0, "wrapped"),
+        args.size,
+        device=args.device,
+    )
     is_cuda, rows, results = lm.device.type == "cuda", [], []
     weights = sum(p.numel() * p.element_size() for p in lm.predictor.model.parameters()) / 2**30
 
-    def run(engine: Engine, count: int, length: int, steps: int, *, together: bool) -> tuple[float, list[list[int]]]:
+    def run(
+        engine: Engine, count: int, length: int, steps: int, *, together: bool
+    ) -> tuple[float, list[list[int]]]:
         """Return the seconds and the tokens of some requests."""
         requests = [
-            lm.build_request(length=min(length, lm.row_format.longest), seed=seed, steps=steps, sampler=args.sampler)
+            lm.build_request(
+                length=min(length, lm.row_format.longest),
+                seed=seed,
+                steps=steps,
+                sampler=args.sampler,
+            )
             for seed in range(count)
         ]
         began, ids = time.perf_counter(), []
@@ -175,16 +232,45 @@ def measure_engine(args: argparse.Namespace) -> None:
             ratio = (args.rows / together) / (args.alone / alone)
             equal = sum(a == b for a, b in zip(ids, ids_alone)) / args.alone
             rows.append(
-                [f"{args.rows} × {length}", f"{together:.2f}", f"{alone / args.alone:.3f}", f"{ratio:.1f}×"]
+                [
+                    f"{args.rows} × {length}",
+                    f"{together:.2f}",
+                    f"{alone / args.alone:.3f}",
+                    f"{ratio:.1f}×",
+                ]
                 + ["–" if memory is None else f"{memory:.2f}"]
             )
-            values = {"length": length, "seconds": together, "seconds_alone": alone / args.alone, "ratio": ratio}
+            values = {
+                "length": length,
+                "seconds": together,
+                "seconds_alone": alone / args.alone,
+                "ratio": ratio,
+            }
             values |= {"gib_beyond_weights": memory, "texts_equal": equal}
-            results.append({key: value if value is None else round(value, 4) for key, value in values.items()})
-    record = {**describe_machine("serve engine", str(lm.device)), "size": args.size, "rows": args.rows}
-    record |= {"alone": args.alone, "steps": args.steps, "sampler": args.sampler, "weights_gib": round(weights, 3)}
-    columns = ["canvases", "seconds together", "seconds of one alone", "throughput", "GiB beyond weights"]
-    print_report(f"Engine, {args.size}, {args.steps} steps", columns, rows, record | {"lengths": results})
+            results.append(
+                {key: value if value is None else round(value, 4) for key, value in values.items()}
+            )
+    record = {
+        **describe_machine("serve engine", str(lm.device)),
+        "size": args.size,
+        "rows": args.rows,
+    }
+    record |= {
+        "alone": args.alone,
+        "steps": args.steps,
+        "sampler": args.sampler,
+        "weights_gib": round(weights, 3),
+    }
+    columns = [
+        "canvases",
+        "seconds together",
+        "seconds of one alone",
+        "throughput",
+        "GiB beyond weights",
+    ]
+    print_report(
+        f"Engine, {args.size}, {args.steps} steps", columns, rows, record | {"lengths": results}
+    )
 
 
 def main() -> None:
@@ -200,13 +286,23 @@ def main() -> None:
     trouble = kinds.add_parser("trouble", help="clients that are killed, and too many of them")
     trouble.set_defaults(measure=measure_trouble)
     for each in (clients, trouble):
-        each.add_argument("--model", default=DEFAULT, help="a bundled name or a folder [default: the bundled model]")
-    engine = kinds.add_parser("engine", help="requests together against one at a time, without HTTP")
+        each.add_argument(
+            "--model",
+            default=DEFAULT,
+            help="a bundled name or a folder [default: the bundled model]",
+        )
+    engine = kinds.add_parser(
+        "engine", help="requests together against one at a time, without HTTP"
+    )
     engine.set_defaults(measure=measure_engine)
-    engine.add_argument("--size", choices=SIZES, default="small", help="random weights of this size")
+    engine.add_argument(
+        "--size", choices=SIZES, default="small", help="random weights of this size"
+    )
     engine.add_argument("--rows", type=int, default=256, help="requests together")
     engine.add_argument("--alone", type=int, default=8, help="requests one at a time")
-    engine.add_argument("--length", type=int, nargs="+", default=[256, 1024], help="tokens of a canvas")
+    engine.add_argument(
+        "--length", type=int, nargs="+", default=[256, 1024], help="tokens of a canvas"
+    )
     engine.add_argument("--steps", type=int, default=32)
     engine.add_argument("--sampler", default="remask_loop")
     for each in (clients, trouble, engine):

@@ -30,7 +30,9 @@ SIZES = {  # name -> (changes to the paper's preset, length)
 def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=SIZES, help="laptop: dim 256, 4+2 layers, length 512; small: the paper's")
+    parser.add_argument(
+        "--size", choices=SIZES, help="laptop: dim 256, 4+2 layers, length 512; small: the paper's"
+    )
     parser.add_argument("--bridge", default="factored", choices=("factored", "direct"))
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--no-plain", action="store_true", help="do not time the plain formula")
@@ -48,7 +50,14 @@ def build_model(size: str, bridge: str, dropout: float, seed: int = 0) -> Langua
     """Build a model with random weights where training starts from zeros, so that no part of the step is trivial."""
     changes, length = SIZES[size]
     config = build_config(
-        "adlm", "small", vocab_size=VOCAB, mask_id=MASK, length=length, bridge=bridge, dropout=dropout, **changes
+        "adlm",
+        "small",
+        vocab_size=VOCAB,
+        mask_id=MASK,
+        length=length,
+        bridge=bridge,
+        dropout=dropout,
+        **changes,
     )
     model, rng = LanguageModel(config, seed=seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -69,7 +78,9 @@ def draw_zipf_tokens(rows: int, length: int, seed: int) -> Tensor:
     """
     rng = torch.Generator().manual_seed(seed)
     weights = (torch.arange(VOCAB - 1, dtype=torch.float64) + 2.7) ** -1.15
-    return torch.multinomial(weights, rows * length, replacement=True, generator=rng).view(rows, length)
+    return torch.multinomial(weights, rows * length, replacement=True, generator=rng).view(
+        rows, length
+    )
 
 
 def time_steps(step: Callable[[], object], warm_up: int, repeats: int, device: str) -> list[float]:
@@ -94,7 +105,11 @@ def time_steps(step: Callable[[], object], warm_up: int, repeats: int, device: s
 
 def describe_machine(name: str, device: str) -> dict[str, object]:
     """Return what every record says about its run."""
-    about = {"bench": name, "device": get_device_name(torch.device(device)), "torch": torch.__version__}
+    about = {
+        "bench": name,
+        "device": get_device_name(torch.device(device)),
+        "torch": torch.__version__,
+    }
     return {**about, "threads": torch.get_num_threads(), "commit": get_commit()}
 
 
@@ -110,7 +125,9 @@ def compute_spread(times: list[float]) -> tuple[float, float]:
     return middle, (high - low) / 2
 
 
-def print_report(title: str, columns: list[str], rows: list[list[str]], record: dict[str, object]) -> None:
+def print_report(
+    title: str, columns: list[str], rows: list[list[str]], record: dict[str, object]
+) -> None:
     """Print a table, then the record as one line of JSON."""
     table = Table(title=f"{title}, {record['device']}")
     for i, column in enumerate(columns):

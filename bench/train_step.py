@@ -25,7 +25,11 @@ RULE = rare_in_sequence(5)
 
 
 def prefetch_batches(
-    x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE, mask_id: int = setting.MASK
+    x0: Tensor,
+    device: str,
+    multiple: int,
+    rule: AnchorRule | None = RULE,
+    mask_id: int = setting.MASK,
 ) -> Callable[[], NoisyBatch]:
     """Return a function that returns the noisy batch of the next step, corrupted on the host one step ahead."""
     rng, steps = CounterRng.from_seed(0, len(x0)), count()
@@ -45,7 +49,10 @@ def prefetch_batches(
 
 
 def build_step(
-    model: LanguageModel, loss_fn: Callable[[NoisyBatch], Tensor], next_batch: Callable[[], NoisyBatch], device: str
+    model: LanguageModel,
+    loss_fn: Callable[[NoisyBatch], Tensor],
+    next_batch: Callable[[], NoisyBatch],
+    device: str,
 ) -> Callable[[], Tensor]:
     optimizers, ema = build_optimizers(model), EMA(model)
 
@@ -84,7 +91,9 @@ def main(args: argparse.Namespace) -> None:
             return training_loss(model, batch, anchor_weight=gamma, check=False).total
 
         # The plain step finds the anchors itself, so its batches have none.
-        next_batch = prefetch_batches(x0, device, 1024 if is_cuda else 1, None if name == "plain" else RULE)
+        next_batch = prefetch_batches(
+            x0, device, 1024 if is_cuda else 1, None if name == "plain" else RULE
+        )
         step = build_step(model, plain if name == "plain" else ours, next_batch, device)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -118,7 +127,9 @@ def main(args: argparse.Namespace) -> None:
         "bridge": args.bridge,
     }
     title = f"Training step, {size}, batch {batch_size} × {x0.shape[1]}"
-    setting.print_report(title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record)
+    setting.print_report(
+        title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record
+    )
 
 
 if __name__ == "__main__":

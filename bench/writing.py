@@ -20,13 +20,22 @@ def main(args: argparse.Namespace) -> None:
     length = min(args.length, lm.row_format.longest)
     rows, samplers = [], {}
     for name in args.samplers:
-        settings = {"steps": args.steps} if name in ("remask_loop", "ancestral", "confidence") else {}
+        settings = (
+            {"steps": args.steps} if name in ("remask_loop", "ancestral", "confidence") else {}
+        )
         lm.generate(length=length, sampler=name, seed=0, **settings)  # warm-up
-        runs = [lm.generate(length=length, sampler=name, seed=seed, **settings) for seed in range(args.repeats)]
+        runs = [
+            lm.generate(length=length, sampler=name, seed=seed, **settings)
+            for seed in range(args.repeats)
+        ]
         seconds, spread = compute_spread([run.seconds for run in runs])
         nfe = statistics.mean(run.nfe for run in runs)
         each = 1e3 * seconds / nfe
-        samplers[name] = {"seconds": round(seconds, 3), "nfe": round(nfe, 1), "ms_per_nfe": round(each, 2)}
+        samplers[name] = {
+            "seconds": round(seconds, 3),
+            "nfe": round(nfe, 1),
+            "ms_per_nfe": round(each, 2),
+        }
         rows.append([name, f"{seconds:.2f} ± {spread:.2f}", f"{nfe:.0f}", f"{each:.1f}"])
     record = {
         **describe_machine("writing", str(lm.device)),

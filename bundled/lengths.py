@@ -41,12 +41,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    lm = adlm.load(options.model, device=options.device) if options.model else adlm.load(device=options.device)
+    lm = (
+        adlm.load(options.model, device=options.device)
+        if options.model
+        else adlm.load(device=options.device)
+    )
     data, rng = adlm.open_data(options.data), random.Random(options.seed)
     rows = data.rows("valid")
     truth: list[int] = []
     chosen: list[int] = []
-    for number in track(rng.sample(range(len(rows)), min(4 * options.holes, len(rows))), console=Console(stderr=True)):
+    for number in track(
+        rng.sample(range(len(rows)), min(4 * options.holes, len(rows))),
+        console=Console(stderr=True),
+    ):
         tokens, lengths = rows.fetch([number])
         row = tokens[0].tolist() if lengths is None else tokens[0, : int(lengths[0])].tolist()
         parts = cut_out(data.tokenizer.decode(row, skip_special=True), rng)
@@ -56,18 +63,31 @@ def main() -> None:
         length = len(lm.tokenizer.encode(" " + words))  # the hole begins with the space
         if (
             length > MAX_HOLE
-            or len(lm.row_format.build_layout(parse_template((before, Hole.of_length(MAX_HOLE), after))))
+            or len(
+                lm.row_format.build_layout(
+                    parse_template((before, Hole.of_length(MAX_HOLE), after))
+                )
+            )
             > lm.row_format.row
         ):
             continue
-        layout = lm.row_format.layout_template((before, Hole(1, MAX_HOLE), after), lambda: lm.predictor)
+        layout = lm.row_format.layout_template(
+            (before, Hole(1, MAX_HOLE), after), lambda: lm.predictor
+        )
         truth.append(length)
         chosen.append(next(span.end - span.start for span in layout.spans if span.texts is None))
         if len(truth) == options.holes:
             break
     if not truth:
-        raise ValueError(f"no passage of {options.data} could be used: they need 12 words, and to fit the model's rows")
-    print(json.dumps(summarize(truth, chosen) | {"model": lm.name, "seed": options.seed, "max_hole": MAX_HOLE}))
+        raise ValueError(
+            f"no passage of {options.data} could be used: they need 12 words, and to fit the model's rows"
+        )
+    print(
+        json.dumps(
+            summarize(truth, chosen)
+            | {"model": lm.name, "seed": options.seed, "max_hole": MAX_HOLE}
+        )
+    )
 
 
 def summarize(truth: list[int], chosen: list[int]) -> dict[str, object]:
@@ -76,12 +96,27 @@ def summarize(truth: list[int], chosen: list[int]) -> dict[str, object]:
     def shares(guesses: list[int]) -> dict[str, float]:
         errors = [abs(a - b) for a, b in zip(truth, guesses, strict=True)]
         count = len(errors)
-        exact, near = sum(error == 0 for error in errors) / count, sum(error <= 1 for error in errors) / count
-        return {"exact": round(exact, 3), "within_one": round(near, 3), "mean_error": round(sum(errors) / count, 3)}
+        exact, near = (
+            sum(error == 0 for error in errors) / count,
+            sum(error <= 1 for error in errors) / count,
+        )
+        return {
+            "exact": round(exact, 3),
+            "within_one": round(near, 3),
+            "mean_error": round(sum(errors) / count, 3),
+        }
 
-    best = max((shares([length] * len(truth)) for length in range(1, MAX_HOLE + 1)), key=lambda each: each["exact"])
+    best = max(
+        (shares([length] * len(truth)) for length in range(1, MAX_HOLE + 1)),
+        key=lambda each: each["exact"],
+    )
     lengths = dict(sorted(Counter(truth).items()))
-    return {"holes": len(truth), "chosen": shares(chosen), "best_single_length": best, "lengths": lengths}
+    return {
+        "holes": len(truth),
+        "chosen": shares(chosen),
+        "best_single_length": best,
+        "lengths": lengths,
+    }
 
 
 if __name__ == "__main__":

@@ -21,11 +21,15 @@ from bundled.ngrams import count_bigrams, estimate_heldout_nll
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="name or folder that adlm.load accepts")
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="name or folder that adlm.load accepts"
+    )
     parser.add_argument("--data", required=True, help="folder written by adlm prepare")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--device", default="auto", help="[default: %(default)s]")
-    parser.add_argument("--draws", type=int, default=4, help="noise draws per row [default: %(default)s]")
+    parser.add_argument(
+        "--draws", type=int, default=4, help="noise draws per row [default: %(default)s]"
+    )
     parser.add_argument("--seed", type=int, default=0, help="[default: %(default)s]")
     options = parser.parse_args()
     models = [adlm.load(name, device=options.device) for name in options.models]
@@ -35,7 +39,9 @@ def main() -> None:
             models, options.data, draws=options.draws, seed=options.seed, on_progress=on_progress
         )
         bigram = count_bigrams(
-            data.rows("train"), data.vocab_size, on_rows=lambda done, total: on_progress("bigrams", done, total)
+            data.rows("train"),
+            data.vocab_size,
+            on_rows=lambda done, total: on_progress("bigrams", done, total),
         )
     size = data.manifest["splits"]["valid"]["bytes"]
     held_out = data.rows("valid")
@@ -46,7 +52,8 @@ def main() -> None:
     }
     save_json(
         options.out,
-        result.as_dict() | {"baselines": {name: describe(nll, size) for name, nll in baselines.items()}},
+        result.as_dict()
+        | {"baselines": {name: describe(nll, size) for name, nll in baselines.items()}},
     )
     for table in result.tables:
         print_table(table)

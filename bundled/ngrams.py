@@ -51,11 +51,15 @@ class Bigram:
     def discounts(self) -> NDArray[np.float64]:
         """What is taken from a pair that was counted 0, 1, 2, or 3 times and more."""
         n = np.bincount(np.minimum(self.counts, 5), minlength=5)[:5].astype(float)
-        if not n[1:].all():  # too little was counted to estimate from: a half, the middle of what is possible
+        if not n[
+            1:
+        ].all():  # too little was counted to estimate from: a half, the middle of what is possible
             return np.array([0, 0.5, 0.5, 0.5])
         y = n[1] / (n[1] + 2 * n[2])
         # Kept inside: a discount of 0 would leave nothing to tokens that were never seen there.
-        return np.array([0, *(min(max(k - (k + 1) * y * n[k + 1] / n[k], 0.05), k - 0.05) for k in (1, 2, 3))])
+        return np.array(
+            [0, *(min(max(k - (k + 1) * y * n[k + 1] / n[k], 0.05), k - 0.05) for k in (1, 2, 3))]
+        )
 
     @cached_property
     def _contexts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -88,12 +92,16 @@ class Bigram:
         return -np.log(self.unigram[rows])
 
 
-def count_bigrams(rows: RowDataset, vocab_size: int, *, on_rows: RowProgress | None = None) -> Bigram:
+def count_bigrams(
+    rows: RowDataset, vocab_size: int, *, on_rows: RowProgress | None = None
+) -> Bigram:
     """Count tokens and pairs of neighbors in rows, padding left out; `on_rows` reports the progress."""
     tokens, pairs, counts = (np.zeros(size, dtype=np.int64) for size in (vocab_size, 0, 0))
     for row, valid in _read_chunks(rows, on_rows):
         tokens += np.bincount(row[valid], minlength=vocab_size)
-        found, times = np.unique((row[:, :-1] * vocab_size + row[:, 1:])[valid[:, 1:]], return_counts=True)
+        found, times = np.unique(
+            (row[:, :-1] * vocab_size + row[:, 1:])[valid[:, 1:]], return_counts=True
+        )
         pairs, place = np.unique(np.concatenate([pairs, found]), return_inverse=True)
         # Sums of whole numbers in float64 are exact up to 2⁵³.
         counts = np.bincount(place, weights=np.concatenate([counts, times])).astype(np.int64)
@@ -117,15 +125,23 @@ def estimate_heldout_nll(
             each[np.arange(len(row)), lengths - 1] = 0
         nats.append(each.sum(1))
         tokens.append(lengths)
-    return summarize_rows(torch.from_numpy(np.concatenate(nats)), torch.from_numpy(np.concatenate(tokens)))
+    return summarize_rows(
+        torch.from_numpy(np.concatenate(nats)), torch.from_numpy(np.concatenate(tokens))
+    )
 
 
-def _read_chunks(rows: RowDataset, on_rows: RowProgress | None = None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
+def _read_chunks(
+    rows: RowDataset, on_rows: RowProgress | None = None
+) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
     """The rows (n, L), a few at a time, and which of their tokens are no padding."""
     length, done = rows.fetch([0])[0].shape[1], 0
     for index in torch.arange(len(rows)).split(max(1, TOKENS_PER_CHUNK // length)):
         tokens, lengths = rows.fetch(index)
-        valid = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else is_valid(lengths, length)
+        valid = (
+            torch.ones_like(tokens, dtype=torch.bool)
+            if lengths is None
+            else is_valid(lengths, length)
+        )
         yield tokens.numpy(), valid.numpy()
         done += len(index)
         if on_rows:

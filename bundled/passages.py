@@ -91,7 +91,11 @@ def is_prose(paragraph: str) -> bool:
         return False
     letters = sum(character.isalpha() for character in paragraph)
     lower = sum(character.islower() for character in paragraph)
-    return letters > 0.7 * len("".join(words)) and lower > 0.8 * letters and "\n" not in paragraph.strip()
+    return (
+        letters > 0.7 * len("".join(words))
+        and lower > 0.8 * letters
+        and "\n" not in paragraph.strip()
+    )
 
 
 def main() -> None:
@@ -99,19 +103,28 @@ def main() -> None:
     parser.add_argument("books", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument(
-        "--max-characters", type=int, default=MAX_CHARACTERS, help="characters of a passage [default: %(default)s]"
+        "--max-characters",
+        type=int,
+        default=MAX_CHARACTERS,
+        help="characters of a passage [default: %(default)s]",
     )
-    parser.add_argument("--take", type=int, help="number of passages, taken evenly from all [default: all]")
+    parser.add_argument(
+        "--take", type=int, help="number of passages, taken evenly from all [default: all]"
+    )
     options = parser.parse_args()
     all_passages = [
         passage
         for path in options.books
         for number, book in enumerate(documents(path))
-        for passage in passages(book, random.Random(f"{path.name} {number}"), options.max_characters)
+        for passage in passages(
+            book, random.Random(f"{path.name} {number}"), options.max_characters
+        )
     ]
     taken = min(options.take or len(all_passages), len(all_passages))
     kept = [all_passages[number * len(all_passages) // taken] for number in range(taken)]
-    lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in kept).encode("utf-8")
+    lines = "".join(
+        json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in kept
+    ).encode("utf-8")
     # mtime=0: equal passages give equal files.
     options.out.write_bytes(gzip.compress(lines, mtime=0) if options.out.suffix == ".gz" else lines)
     size = sum(map(len, kept))

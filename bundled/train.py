@@ -29,18 +29,29 @@ MARGIN = 0.96  # of the time is for steps, the rest for validation, checkpoints 
 
 def train_all(methods: Sequence[str], runs: Path, data: str, settings: Mapping[str, Any]) -> None:
     """Train and measure models, each in a process of its own, with changed settings of their recipes."""
-    arms = {name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings)) for name in methods}
-    experiment = Experiment("The bundled models", arms, {"": data}, [0], measure=MEASURE, jobs=len(arms))
+    arms = {
+        name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings))
+        for name in methods
+    }
+    experiment = Experiment(
+        "The bundled models", arms, {"": data}, [0], measure=MEASURE, jobs=len(arms)
+    )
     results, failures = run_experiment(experiment, runs / f"{'-'.join(methods)}.json", runs)
     if failed := sorted(failures):  # they failed in any order
-        raise RuntimeError(f"training failed: {', '.join(failed)}; see {runs / failed[0] / 'log.txt'}")
+        raise RuntimeError(
+            f"training failed: {', '.join(failed)}; see {runs / failed[0] / 'log.txt'}"
+        )
     if len(results["runs"]) < len(arms):
         raise SystemExit("stopped; the same command resumes")
 
 
 def measure_seconds_per_step(run: Path) -> float:
     """Compute the seconds of a step in the second half of a short run; the first half compiles."""
-    ends = [(each["step"], each["time"]["seconds"]) for each in read_metrics(run / "metrics.jsonl") if "lr" in each]
+    ends = [
+        (each["step"], each["time"]["seconds"])
+        for each in read_metrics(run / "metrics.jsonl")
+        if "lr" in each
+    ]
     (first, start), (last, end) = ends[len(ends) // 2 - 1], ends[-1]
     return (end - start) / (last - first)
 
@@ -50,7 +61,9 @@ def choose_steps(methods: Sequence[str], probe: Path, seconds: float) -> int:
     slowest = max(measure_seconds_per_step(probe / f"{method}-0") for method in methods)
     steps = int(MARGIN * seconds / slowest / 100) * 100
     if steps < 100:
-        problem = f"{seconds:.0f} s are left after the short runs, 100 steps take {100 * slowest:.0f} s"
+        problem = (
+            f"{seconds:.0f} s are left after the short runs, 100 steps take {100 * slowest:.0f} s"
+        )
         raise ValueError(f"{problem}: raise --minutes")
     return steps
 
@@ -58,10 +71,18 @@ def choose_steps(methods: Sequence[str], probe: Path, seconds: float) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--data", required=True, help="folder written by adlm prepare")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs [default: %(default)s]")
-    parser.add_argument("--minutes", type=float, default=18, help="with the short runs [default: %(default)s]")
     parser.add_argument(
-        "methods", nargs="*", default=METHODS, metavar="METHOD", help="methods to train: adlm, mdlm, ar [default: all]"
+        "--runs", type=Path, default=Path("runs"), help="folder of the runs [default: %(default)s]"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=18, help="with the short runs [default: %(default)s]"
+    )
+    parser.add_argument(
+        "methods",
+        nargs="*",
+        default=METHODS,
+        metavar="METHOD",
+        help="methods to train: adlm, mdlm, ar [default: all]",
     )
     options = parser.parse_args()
     for method in options.methods:
@@ -69,9 +90,15 @@ def main() -> None:
     start, steps_file = time.monotonic(), options.runs / "steps"
     if not steps_file.is_file():
         train_all(options.methods, options.runs / "probe", options.data, PROBE)
-        steps = choose_steps(options.methods, options.runs / "probe", 60 * options.minutes - (time.monotonic() - start))
+        steps = choose_steps(
+            options.methods,
+            options.runs / "probe",
+            60 * options.minutes - (time.monotonic() - start),
+        )
         steps_file.write_text(str(steps), "utf-8")
-    train_all(options.methods, options.runs, options.data, {"steps": int(steps_file.read_text("utf-8"))})
+    train_all(
+        options.methods, options.runs, options.data, {"steps": int(steps_file.read_text("utf-8"))}
+    )
 
 
 if __name__ == "__main__":

@@ -21,19 +21,25 @@ from adlm.models.language_model import LanguageModel
 from adlm.models.transformer import Layer, Stack
 
 DEAD_GAIN = 0.05  # a channel whose gain is smaller is dead
-DEAD_ROW = 0.04  # so is a hidden unit whose input weights are smaller than this part of initial ones
+DEAD_ROW = (
+    0.04  # so is a hidden unit whose input weights are smaller than this part of initial ones
+)
 
 
 @torch.no_grad()
 def unfold(folded: LanguageModel, cond_dim: int, seed: int = 0) -> LanguageModel:
     """Return a model with modulations that computes what a folded one does."""
     if folded.config.cond_dim is not None:
-        raise ValueError(f"cond_dim is {folded.config.cond_dim}: expected a folded model, as bundled/ship.py writes")
+        raise ValueError(
+            f"cond_dim is {folded.config.cond_dim}: expected a folded model, as bundled/ship.py writes"
+        )
     rng = torch.Generator().manual_seed(seed)
     model = LanguageModel(replace(folded.config, cond_dim=cond_dim, norm_bias=False), seed=seed)
     known = folded.state_dict()
     is_new = {name: ".modulation." in name or ".condition." in name for name in model.state_dict()}
-    model.load_state_dict({name: value if is_new[name] else known[name] for name, value in model.state_dict().items()})
+    model.load_state_dict(
+        {name: value if is_new[name] else known[name] for name, value in model.state_dict().items()}
+    )
     for name, module in model.named_modules():
         if isinstance(module, Stack):
             set_modulations(module, known[f"{name}.norm.bias"], torch.zeros(folded.config.dim))
@@ -42,7 +48,9 @@ def unfold(folded: LanguageModel, cond_dim: int, seed: int = 0) -> LanguageModel
             revive_units(module, rng)
             gates = [move_scale_to_gate(linear) for linear in (module.out, module.down)]
             zero = torch.zeros_like(shift2)
-            set_modulations(module, known[f"{name}.norm1.bias"], zero, gates[0], shift2, zero, gates[1])
+            set_modulations(
+                module, known[f"{name}.norm1.bias"], zero, gates[0], shift2, zero, gates[1]
+            )
     return model
 
 
@@ -86,7 +94,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("model", type=Path, help="exported model folder")
     parser.add_argument("folder", type=Path, help="folder to write")
-    parser.add_argument("--cond-dim", type=int, default=128, help="width of the noise embedding [default: %(default)s]")
+    parser.add_argument(
+        "--cond-dim",
+        type=int,
+        default=128,
+        help="width of the noise embedding [default: %(default)s]",
+    )
     options = parser.parse_args()
     loaded = load_model(options.model)
     model = unfold(loaded.model, options.cond_dim)

@@ -23,7 +23,9 @@ PLANS = {
 
 def main() -> None:
     mpl.rcParams.update({"svg.hashsalt": "adlm", "svg.fonttype": "none", "font.size": 9})
-    figure, axes = plt.subplots(2, 3, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        2, 3, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained"
+    )
     for axis, (name, options) in zip(axes.flat, PLANS.items(), strict=True):
         plan = build_sampler(name, steps=STEPS, **options)
         visible, remasked = [], []
@@ -36,7 +38,9 @@ def main() -> None:
         place = torch.arange(1, len(plan) + 1) / len(plan)
         axis.fill_between(place, visible, color="#4477aa", alpha=0.25, linewidth=0)
         axis.plot(place, visible, color="#4477aa", label="visible")
-        axis.plot(place, torch.stack(remasked).cumsum(0), color="#cc6677", label="remasked, cumulative")
+        axis.plot(
+            place, torch.stack(remasked).cumsum(0), color="#cc6677", label="remasked, cumulative"
+        )
         axis.set_title(f"{name} {', '.join(f'{k} = {v}' for k, v in options.items())}", fontsize=9)
         axis.set_ylim(0, 2)
     axes[0, 0].legend(frameon=False, loc="upper left", fontsize=8)

@@ -22,7 +22,13 @@ from adlm.view.terminal import DenoisingView
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # for tests.browser
 
-PROMPT, LENGTH, STEPS, TOP_P, SEED = "The old man ", 64, 96, 0.8, 1  # seeds chosen for readable texts
+PROMPT, LENGTH, STEPS, TOP_P, SEED = (
+    "The old man ",
+    64,
+    96,
+    0.8,
+    1,
+)  # seeds chosen for readable texts
 MOMENT = 0.4  # of all steps: the frame of the still pictures
 
 
@@ -30,7 +36,13 @@ def main() -> None:
     lm = adlm.load(device="cpu")
     trajectories = [
         lm.record(
-            PROMPT, length=LENGTH, steps=STEPS, top_p=TOP_P, seed=SEED, sampler=sampler, title=f"{lm.name} · {sampler}"
+            PROMPT,
+            length=LENGTH,
+            steps=STEPS,
+            top_p=TOP_P,
+            seed=SEED,
+            sampler=sampler,
+            title=f"{lm.name} · {sampler}",
         )
         for sampler in ("remask_loop", "ancestral")
     ]
@@ -42,8 +54,12 @@ def main() -> None:
 
 def draw_terminal(trajectories: list[adlm.Trajectory], path: Path) -> None:
     """Draw one frame of the live view."""
-    console = Console(record=True, width=110, force_terminal=True, file=StringIO(), color_system="truecolor")
-    frames = [trajectory.frames[int(MOMENT * len(trajectory.frames))] for trajectory in trajectories]
+    console = Console(
+        record=True, width=110, force_terminal=True, file=StringIO(), color_system="truecolor"
+    )
+    frames = [
+        trajectory.frames[int(MOMENT * len(trajectory.frames))] for trajectory in trajectories
+    ]
     titles = [trajectory.title for trajectory in trajectories]
     console.print(DenoisingView(frames, titles, [STEPS, STEPS]))
     console.save_svg(str(path), title="adlm sample --compare ancestral")
@@ -56,11 +72,15 @@ def draw_page(trajectories: list[adlm.Trajectory], path: Path) -> None:
     from tests.browser import emulate_media, open_browser
 
     with TemporaryDirectory() as folder, open_browser(Path(folder)) as driver:
-        page = adlm.write_player(trajectories, Path(folder) / "page.html", title="Two samplers on one seed")
+        page = adlm.write_player(
+            trajectories, Path(folder) / "page.html", title="Two samplers on one seed"
+        )
         driver.set_window_size(1180, 860)
         emulate_media(driver, prefers_reduced_motion="reduce")
         driver.get(page.as_uri())
-        driver.execute_script(f"scrub.value = {int(MOMENT * STEPS)}; scrub.dispatchEvent(new Event('input'))")
+        driver.execute_script(
+            f"scrub.value = {int(MOMENT * STEPS)}; scrub.dispatchEvent(new Event('input'))"
+        )
         tokens = driver.find_elements("css selector", ".text .token[data-state=hidden]")
         ActionChains(driver).move_to_element(tokens[3]).perform()
         driver.save_screenshot(str(path))
@@ -80,7 +100,11 @@ def draw_served_page(lm: adlm.LM, folder: Path) -> None:
     pictures = {"page": (1100, 860, "light", two), "page_dark": (760, 800, "dark", holes)}
     pictures["page_phone"] = (390, 844, "light", holes)
     folder.mkdir(exist_ok=True)
-    with TemporaryDirectory() as profile, open_browser(Path(profile)) as driver, run_server(create_app(lm)) as address:
+    with (
+        TemporaryDirectory() as profile,
+        open_browser(Path(profile)) as driver,
+        run_server(create_app(lm)) as address,
+    ):
         for name, (width, height, scheme, link) in pictures.items():
             size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -90,9 +114,13 @@ def draw_served_page(lm: adlm.LM, folder: Path) -> None:
             wait_for(driver, "document.getElementsByName('model')[0].options.length")
             driver.find_element("id", "run").click()
             wait_for(driver, "document.querySelector('.panel:last-child .total').textContent")
-            driver.execute_script(f"scrub.value = {MOMENT} * scrub.max; scrub.dispatchEvent(new Event('input'))")
+            driver.execute_script(
+                f"scrub.value = {MOMENT} * scrub.max; scrub.dispatchEvent(new Event('input'))"
+            )
             if name == "page":
-                tokens = driver.find_elements("css selector", ".panel:last-child .token[data-state=hidden]")
+                tokens = driver.find_elements(
+                    "css selector", ".panel:last-child .token[data-state=hidden]"
+                )
                 ActionChains(driver).move_to_element(tokens[2]).perform()
             driver.execute_script("scrollTo(0, 0)")
             picture = Image.open(BytesIO(driver.get_screenshot_as_png())).convert("RGB")

@@ -28,7 +28,15 @@ def list_definitions(package: str) -> list[str]:
 
 def write_api_page(package: str) -> str:
     summary = (import_module(package).__doc__ or "").split("\n\n")[0]
-    return "\n".join([f"# `{package}`", "", summary, "", *(f"::: {path}\n" for path in list_definitions(package))])
+    return "\n".join(
+        [
+            f"# `{package}`",
+            "",
+            summary,
+            "",
+            *(f"::: {path}\n" for path in list_definitions(package)),
+        ]
+    )
 
 
 def write_tour() -> str:
@@ -44,7 +52,9 @@ def write_tour() -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    readme = LINK.sub(lambda match: rewrite_link(match, "."), (ROOT / "README.md").read_text(encoding="utf-8"))
+    readme = LINK.sub(
+        lambda match: rewrite_link(match, "."), (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     pages = {"index.md": readme, "tour.md": write_tour()}
     pages |= {f"api/{package}.md": write_api_page(package) for package in PACKAGES}
     for name, content in pages.items():

@@ -54,4 +54,8 @@ def read_console(driver: Any) -> list[str]:
 def read_requests(driver: Any) -> list[str]:
     """The addresses that pages requested since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    return [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]

@@ -32,4 +32,6 @@ def weights(kind: str) -> dict[str, Tensor]:
 
 @lru_cache
 def model(kind: str, time_conditioning: bool = False) -> LanguageModel:
-    return from_state_dict(weights(kind), heads=HEADS, mask_id=MASK, time_conditioning=time_conditioning)
+    return from_state_dict(
+        weights(kind), heads=HEADS, mask_id=MASK, time_conditioning=time_conditioning
+    )

@@ -18,8 +18,14 @@ BENCHES: dict[str, tuple[str, Check]] = {
         f"{SMALL} --repeats 1 --batch 1 --bridge direct",
         lambda r: set(r["ms_per_step"]) == {"plain", "ours"} and r["bridge"] == "direct",
     ),
-    "sample_step": (f"{SMALL} --repeats 1 --batch 1 2", lambda r: [each["batch"] for each in r["batches"]] == [1, 2]),
-    "samples": (f"{SMALL} --steps 8 --batch 2", lambda r: r["samples_per_s"] > 0 and 0 < r["rows_evaluated"] <= 1),
+    "sample_step": (
+        f"{SMALL} --repeats 1 --batch 1 2",
+        lambda r: [each["batch"] for each in r["batches"]] == [1, 2],
+    ),
+    "samples": (
+        f"{SMALL} --steps 8 --batch 2",
+        lambda r: r["samples_per_s"] > 0 and 0 < r["rows_evaluated"] <= 1,
+    ),
     "loop": (
         f"{SMALL} --steps 12 --valid-every 4 --log-every 2 --batch 2 --repeats 2",
         lambda r: 0 <= r["stall"] < 1 and len(r["validation_s"]) == 2,

@@ -10,7 +10,10 @@ import adlm
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.config import list_recipes
 
-MAX_BYTES, MAX_PACKAGE_BYTES = 42_000_000, 45_000_000  # of all their files, and of all that a wheel installs
+MAX_BYTES, MAX_PACKAGE_BYTES = (
+    42_000_000,
+    45_000_000,
+)  # of all their files, and of all that a wheel installs
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +22,9 @@ def bundled() -> adlm.LM:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_found_by_name_from_any_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_found_by_name_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = adlm.load(name, device="cpu")
     assert model.name == name and find_bundled_model(name).is_absolute()
@@ -27,7 +32,9 @@ def test_a_model_is_found_by_name_from_any_folder(name: str, tmp_path: Path, mon
 
 
 def count_bytes(folder: Path) -> int:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    files = (
+        path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+    )
     return sum(path.stat().st_size for path in files)
 
 
@@ -35,7 +42,10 @@ def test_all_models_are_small() -> None:
     folder = find_bundled_model(DEFAULT).parent
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set(MODELS)
     assert count_bytes(folder) <= MAX_BYTES
-    assert count_bytes(folder.parent) + sum(path.stat().st_size for path in list_recipes().values()) < MAX_PACKAGE_BYTES
+    assert (
+        count_bytes(folder.parent) + sum(path.stat().st_size for path in list_recipes().values())
+        < MAX_PACKAGE_BYTES
+    )
 
 
 def test_the_default_is_an_anchored_model_with_framed_rows(bundled: adlm.LM) -> None:
@@ -74,7 +84,11 @@ def test_a_folder_of_the_same_name_does_not_hide_a_bundled_model(
 ) -> None:
     (tmp_path / DEFAULT).mkdir()
     monkeypatch.chdir(tmp_path)
-    weights, others = (dict(lm.model.named_parameters()) for lm in (bundled, adlm.load(DEFAULT, device="cpu")))
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    weights, others = (
+        dict(lm.model.named_parameters()) for lm in (bundled, adlm.load(DEFAULT, device="cpu"))
+    )
+    assert weights.keys() == others.keys() and all(
+        torch.equal(weights[name], others[name]) for name in weights
+    )
     with pytest.raises(FileNotFoundError, match="neither a run folder nor a model folder"):
         adlm.load(Path.cwd() / DEFAULT)

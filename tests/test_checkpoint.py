@@ -14,21 +14,37 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adlm import checkpoint
-from adlm.checkpoint import CheckpointWriter, Snapshot, list_checkpoints, load_model, name_checkpoint, verify_checkpoint
+from adlm.checkpoint import (
+    CheckpointWriter,
+    Snapshot,
+    list_checkpoints,
+    load_model,
+    name_checkpoint,
+    verify_checkpoint,
+)
 from adlm.data.shards import open_data
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from tests.cli.terminal import invoke
 from tests.training.runs import arguments, curve, data, limit_file_size, run, tensors, tiny_config
 
-FILES = ("model.safetensors", "config.json", "state.json", "tokenizer.json", "tokenizer_config.json", "checksums.json")
+FILES = (
+    "model.safetensors",
+    "config.json",
+    "state.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "checksums.json",
+)
 SHARD = "training/shard-00001-model-00001-of-00001.safetensors"
 
 
 def tree(folder: Path) -> dict[str, str]:
     """Every file and link, and what is in it."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else checkpoint.hash_file(path)
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else checkpoint.hash_file(path)
         for path in sorted(folder.rglob("*"))
         if path.is_symlink() or path.is_file()
     }
@@ -46,7 +62,9 @@ def trained(ten_steps: Path, tmp_path: Path) -> Path:
 
 
 def tiny() -> LanguageModel:
-    return LanguageModel(tiny_config(vocab_size=300, mask_id=299, dim=16, heads=2, length=8), seed=3)
+    return LanguageModel(
+        tiny_config(vocab_size=300, mask_id=299, dim=16, heads=2, length=8), seed=3
+    )
 
 
 def writer(folder: Path, **options: Any) -> CheckpointWriter:
@@ -55,13 +73,25 @@ def writer(folder: Path, **options: Any) -> CheckpointWriter:
 
 def snapshot(step: int, *, is_best: bool = False) -> Snapshot:
     weights = {name: p.detach() + step for name, p in tiny().named_parameters()}
-    return Snapshot(step, weights, {f"weights.{name}": p for name, p in weights.items()}, {"step": step}, is_best)
+    return Snapshot(
+        step,
+        weights,
+        {f"weights.{name}": p for name, p in weights.items()},
+        {"step": step},
+        is_best,
+    )
 
 
 def test_the_layout_is_a_contract(trained: Path) -> None:
     newest = trained / "checkpoints" / "latest"
-    assert newest.is_symlink() and os.readlink(newest) == "step-00000010"  # relative: a run can be moved
-    paths = [*(newest / name for name in (*FILES, SHARD)), trained / "metrics.jsonl", trained / "config.yaml"]
+    assert (
+        newest.is_symlink() and os.readlink(newest) == "step-00000010"
+    )  # relative: a run can be moved
+    paths = [
+        *(newest / name for name in (*FILES, SHARD)),
+        trained / "metrics.jsonl",
+        trained / "config.yaml",
+    ]
     assert all(path.is_file() for path in paths)
     assert [path.name for path in trained.rglob(".*")] == [".lock"], "something unfinished was left"
     weights = load_file(newest / "model.safetensors")
@@ -100,17 +130,26 @@ def test_an_error_at_any_stage_leaves_the_checkpoint_before(
             writing.save(snapshot(2))
             writing.wait()
     if len(calls) == call:  # a stage that comes only once has no second call to fail
-        assert call == 1 and checkpoint.find_latest_checkpoint(tmp_path) == tmp_path / name_checkpoint(2)
+        assert call == 1 and checkpoint.find_latest_checkpoint(
+            tmp_path
+        ) == tmp_path / name_checkpoint(2)
         return
     assert tree(tmp_path / name_checkpoint(1)) == before
-    assert checkpoint.find_latest_checkpoint(tmp_path) in (tmp_path / name_checkpoint(1), tmp_path / name_checkpoint(2))
+    assert checkpoint.find_latest_checkpoint(tmp_path) in (
+        tmp_path / name_checkpoint(1),
+        tmp_path / name_checkpoint(2),
+    )
     assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
     for path in list_checkpoints(tmp_path):
         verify_checkpoint(path)
     writing.save(snapshot(2))  # and the writer can go on
     writing.wait()
-    assert checkpoint.find_latest_checkpoint(tmp_path) == verify_checkpoint(tmp_path / name_checkpoint(2))
-    assert torch.equal(checkpoint.read_weights(tmp_path / "latest")["head.bias"], snapshot(2).weights["head.bias"])
+    assert checkpoint.find_latest_checkpoint(tmp_path) == verify_checkpoint(
+        tmp_path / name_checkpoint(2)
+    )
+    assert torch.equal(
+        checkpoint.read_weights(tmp_path / "latest")["head.bias"], snapshot(2).weights["head.bias"]
+    )
 
 
 def test_the_partial_folder_of_a_killed_run_is_ignored_and_removed(tmp_path: Path) -> None:
@@ -118,7 +157,10 @@ def test_the_partial_folder_of_a_killed_run_is_ignored_and_removed(tmp_path: Pat
     writing.save(snapshot(1))
     first = tmp_path / name_checkpoint(1)
     shutil.copytree(first, tmp_path / f"{checkpoint.PARTIAL}{name_checkpoint(2)}")
-    assert list_checkpoints(tmp_path) == [first] and checkpoint.find_latest_checkpoint(tmp_path) == first
+    assert (
+        list_checkpoints(tmp_path) == [first]
+        and checkpoint.find_latest_checkpoint(tmp_path) == first
+    )
     writing.save(snapshot(3))
     assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
 
@@ -127,20 +169,29 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
     run(tmp_path, "checkpoint.every=1", "checkpoint.keep=3", "valid.every=4")
     nll = {record["step"]: record["val/nll"] for record in curve(tmp_path) if "val/nll" in record}
     best, folder = min(nll, key=lambda step: nll[step]), tmp_path / "checkpoints"
-    assert os.readlink(folder / "best") == name_checkpoint(best) and os.readlink(folder / "latest") == "step-00000010"
-    assert {path.name for path in list_checkpoints(folder)} == {name_checkpoint(n) for n in (8, 9, 10, best)}
+    assert (
+        os.readlink(folder / "best") == name_checkpoint(best)
+        and os.readlink(folder / "latest") == "step-00000010"
+    )
+    assert {path.name for path in list_checkpoints(folder)} == {
+        name_checkpoint(n) for n in (8, 9, 10, best)
+    }
     writing = writer(tmp_path / "other", keep=2)
     for step in range(1, 7):
         writing.save(snapshot(step, is_best=step == 2))
     writing.wait()
-    assert [path.name for path in list_checkpoints(tmp_path / "other")] == [name_checkpoint(n) for n in (2, 5, 6)]
+    assert [path.name for path in list_checkpoints(tmp_path / "other")] == [
+        name_checkpoint(n) for n in (2, 5, 6)
+    ]
 
 
 DAMAGES = [*((name, "flipped") for name in (*FILES, SHARD)), (SHARD, "cut"), ("state.json", "gone")]
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
-def test_a_damaged_file_is_named_and_nothing_is_changed(trained: Path, name: str, damage: str) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_changed(
+    trained: Path, name: str, damage: str
+) -> None:
     checkpoints = trained / "checkpoints"
     file = checkpoints / "latest" / name
     content = bytearray(file.read_bytes())
@@ -149,7 +200,9 @@ def test_a_damaged_file_is_named_and_nothing_is_changed(trained: Path, name: str
     if damage == "gone":
         file.unlink()
     before = tree(trained)
-    with pytest.raises(ValueError, match=r"step-00000010.*Nothing was changed; resume=\S*step-00000005") as caught:
+    with pytest.raises(
+        ValueError, match=r"step-00000010.*Nothing was changed; resume=\S*step-00000005"
+    ) as caught:
         run(trained, "steps=12")
     assert name in str(caught.value)
     assert tree(trained) == before
@@ -161,22 +214,36 @@ def test_damaged_weights_are_not_loaded(tmp_path: Path) -> None:
     writer(tmp_path, background=False).save(snapshot(1))
     path = tmp_path / name_checkpoint(1)
     os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size - 100)
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing or was changed.*there is none"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors is missing or was changed.*there is none"
+    ):
         verify_checkpoint(path)
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         load_model(path)
 
 
-@pytest.mark.parametrize(("method", "tied"), [*((method, False) for method in METHODS), ("adlm", True), ("ar", True)])
-def test_a_model_is_loaded_from_its_run_or_its_checkpoint(tmp_path: Path, method: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("method", "tied"), [*((method, False) for method in METHODS), ("adlm", True), ("ar", True)]
+)
+def test_a_model_is_loaded_from_its_run_or_its_checkpoint(
+    tmp_path: Path, method: str, tied: bool
+) -> None:
     one_stage = () if METHODS[method].two_stages else ("model.anchor_layers=null",)
     run(tmp_path, f"method={method}", *one_stage, f"model.tied={tied}", "steps=5")
     whole = tensors(tmp_path)
     checkpoints = tmp_path / "checkpoints"
-    for place in (tmp_path, str(tmp_path), checkpoints / "latest", checkpoints / name_checkpoint(5)):
+    for place in (
+        tmp_path,
+        str(tmp_path),
+        checkpoints / "latest",
+        checkpoints / name_checkpoint(5),
+    ):
         loaded = load_model(place)
         assert (loaded.method, loaded.step, loaded.model.training) == (method, 5, False)
-        assert loaded.tokenizer is not None and loaded.tokenizer.sha256 == open_data(data()).tokenizer.sha256
+        assert (
+            loaded.tokenizer is not None
+            and loaded.tokenizer.sha256 == open_data(data()).tokenizer.sha256
+        )
         for name, parameter in loaded.model.named_parameters():
             assert torch.equal(parameter, whole[f"model.{name}"])
         assert (loaded.model.head.weight is loaded.model.embed.weight) == tied
@@ -208,14 +275,18 @@ def test_another_optimizer_or_model_is_named_by_its_tensor(trained: Path) -> Non
         ("weights.embed.weight", r"has weights\.embed\.weight of shape .*, expected shape \(2,\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            checkpoint.load_training_tensors(trained / "checkpoints" / "latest", {name: torch.zeros(2)})
+            checkpoint.load_training_tensors(
+                trained / "checkpoints" / "latest", {name: torch.zeros(2)}
+            )
 
 
 def test_nothing_is_unpickled(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("a checkpoint must not be able to run code")
 
-    files = [path for path in (trained / "checkpoints" / "latest").resolve().rglob("*") if path.is_file()]
+    files = [
+        path for path in (trained / "checkpoints" / "latest").resolve().rglob("*") if path.is_file()
+    ]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
@@ -230,7 +301,9 @@ def test_a_run_on_a_full_disk_ends_with_a_clear_error_and_resumes(tmp_path: Path
     with limit_file_size(60_000):
         result = invoke("train", *arguments(tmp_path))
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
-    assert all(part in result.stderr for part in ("could not be written", "step-00000005", "Make room"))
+    assert all(
+        part in result.stderr for part in ("could not be written", "step-00000005", "Make room")
+    )
     assert tree(tmp_path / "checkpoints") == before
     assert load_model(tmp_path, verify=True).step == 5
     run(tmp_path)  # with room again, it resumes
@@ -273,13 +346,24 @@ def model_folder(exported: Path, tmp_path: Path) -> Path:
 
 
 HUGE = {"length": 10**9, "denoiser_layers": 10**6, "vocab_size": 2**40, "dim": 10**12}
-WRONG_SIZES = [*HUGE.items(), ("length", -8), ("heads", 0), ("dim", "16"), ("cond_dim", 0.5), ("tied", "no")]
+WRONG_SIZES = [
+    *HUGE.items(),
+    ("length", -8),
+    ("heads", 0),
+    ("dim", "16"),
+    ("cond_dim", 0.5),
+    ("tied", "no"),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG_SIZES)
-def test_sizes_are_checked_before_anything_is_built(model_folder: Path, key: str, value: object) -> None:
+def test_sizes_are_checked_before_anything_is_built(
+    model_folder: Path, key: str, value: object
+) -> None:
     change_config(model_folder, model={key: value})
-    with pytest.raises(ValueError, match=rf"config\.json: model config: {key} must be .*, got .*copy or download"):
+    with pytest.raises(
+        ValueError, match=rf"config\.json: model config: {key} must be .*, got .*copy or download"
+    ):
         load_model(model_folder)
 
 
@@ -316,17 +400,28 @@ def test_the_config_is_compared_with_the_header_of_the_weights(
         ({"method": None}, "method None"),
     ],
 )
-def test_the_rest_of_the_config_is_checked(model_folder: Path, changes: dict[str, Any], message: str) -> None:
+def test_the_rest_of_the_config_is_checked(
+    model_folder: Path, changes: dict[str, Any], message: str
+) -> None:
     change_config(model_folder, {}, **changes)
     with pytest.raises(ValueError, match=message):
         load_model(model_folder)
 
 
-@pytest.mark.parametrize("content", ["[" * 200_000, "[]", "{}", "3", "\ufeff{}", '{"model": []}', "1" * 10_000])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"])
-def test_files_that_are_something_else_are_refused(model_folder: Path, name: str, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000, "[]", "{}", "3", "\ufeff{}", '{"model": []}', "1" * 10_000]
+)
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_files_that_are_something_else_are_refused(
+    model_folder: Path, name: str, content: str
+) -> None:
     (model_folder / name).write_text(content, "utf-8")
-    if (name, content) in (("tokenizer_config.json", "{}"), ("tokenizer_config.json", '{"model": []}')):
+    if (name, content) in (
+        ("tokenizer_config.json", "{}"),
+        ("tokenizer_config.json", '{"model": []}'),
+    ):
         assert load_model(model_folder).step == 1  # names no special tokens
         return
     with pytest.raises(ValueError, match=r"(copy|make|fetch|damaged|download)"):
@@ -339,10 +434,16 @@ def test_a_flipped_bit_is_found_when_a_model_is_loaded(exported: Path, tmp_path:
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing or was changed.*delete checksums\.json"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors is missing or was changed.*delete checksums\.json"
+    ):
         load_model(folder)
     assert load_model(folder, verify=False).step == 1
-    for checksums, problem in (("{}", "does not list config.json"), ("[]", "does not list"), ("", "cannot be read")):
+    for checksums, problem in (
+        ("{}", "does not list config.json"),
+        ("[]", "does not list"),
+        ("", "cannot be read"),
+    ):
         (folder / "checksums.json").write_text(checksums, "utf-8")
         with pytest.raises(ValueError, match=problem):
             load_model(folder)
@@ -379,7 +480,9 @@ def test_a_file_that_is_loaded_must_be_in_the_checksums(exported: Path, tmp_path
         ("embed.weight", torch.int32, r"embed\.weight is I32 \(300, 16\), expected float"),
     ],
 )
-def test_only_matrices_may_be_int8(model_folder: Path, name: str, dtype: torch.dtype, message: str) -> None:
+def test_only_matrices_may_be_int8(
+    model_folder: Path, name: str, dtype: torch.dtype, message: str
+) -> None:
     weights = load_file(model_folder / "model.safetensors")
     weights[name] = weights[name].to(dtype)
     if dtype == torch.int8:

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from adlm.config import Config, ModelSettings, compare_configs, list_recipes, load_config, save_config
+from adlm.config import (
+    Config,
+    ModelSettings,
+    compare_configs,
+    list_recipes,
+    load_config,
+    save_config,
+)
 from adlm.methods import METHODS
 from adlm.training.setup import build_model_config
 from tests.training.runs import ROOT, data, limit_file_size
@@ -31,7 +38,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
         ("method=]", "method=']' is no YAML value: put quotes around it"),
         ("model.bridge==", "model.bridge='=' is no YAML value"),
         (f"objective.ids={'[' * 90_000}", "objective.ids is nested more than 20 levels deep"),
-        (f"objective.ids={'[' * 200}{']' * 200}", "objective.ids is nested more than 20 levels deep"),
+        (
+            f"objective.ids={'[' * 200}{']' * 200}",
+            "objective.ids is nested more than 20 levels deep",
+        ),
         (f"objective.ids={'- ' * 50_000}", "objective.ids is nested more than 20 levels deep"),
         (f"objective.ids={'{a: ' * 21}", "objective.ids is nested more than 20 levels deep"),
         ("steps=0", "steps must be above 0, got 0"),
@@ -68,7 +78,9 @@ def test_a_deeply_nested_recipe_is_refused(tmp_path: Path, content: str) -> None
 
 
 def test_missing_settings_are_named() -> None:
-    with pytest.raises(ValueError, match=r"config: folder must be given, for example folder=FOLDER"):
+    with pytest.raises(
+        ValueError, match=r"config: folder must be given, for example folder=FOLDER"
+    ):
         load_config(data={"path": "data"})
 
 
@@ -82,24 +94,48 @@ def test_changes_go_over_the_recipe_and_keywords_over_changes(tmp_path: Path) ->
 
 
 def test_keywords_may_be_sections_dotted_paths_or_path_objects() -> None:
-    one = load_config(folder=Path("run"), data={"path": Path("data"), "workers": 2}, optimizer={"betas": [0.8, 0.9]})
-    other = load_config(folder="run", **{"data.path": "data", "data.workers": 2, "optimizer.betas": (0.8, 0.9)})
+    one = load_config(
+        folder=Path("run"),
+        data={"path": Path("data"), "workers": 2},
+        optimizer={"betas": [0.8, 0.9]},
+    )
+    other = load_config(
+        folder="run", **{"data.path": "data", "data.workers": 2, "optimizer.betas": (0.8, 0.9)}
+    )
     assert one == other
     assert isinstance(one.folder, str) and isinstance(one.data.path, str)
     assert one.optimizer.betas == (0.8, 0.9)
 
 
 def test_null_and_numbers_are_read_as_such() -> None:
-    config = load_config(GIVEN, "ema=null", "guard.spike=null", "optimizer.lr=1e-3", "compile=false", "model.tied=true")
+    config = load_config(
+        GIVEN,
+        "ema=null",
+        "guard.spike=null",
+        "optimizer.lr=1e-3",
+        "compile=false",
+        "model.tied=true",
+    )
     assert config.ema is None and config.guard.spike is None
     assert config.optimizer.lr == 1e-3 and config.compile is False and config.model.tied is True
-    listed = load_config(GIVEN, "log.track=[tensorboard]", "objective.ids=[1,2]", "objective.schedule_options.eps=0.1")
+    listed = load_config(
+        GIVEN,
+        "log.track=[tensorboard]",
+        "objective.ids=[1,2]",
+        "objective.schedule_options.eps=0.1",
+    )
     assert listed.log.track == ["tensorboard"] and listed.objective.ids == [1, 2]
     assert listed.objective.schedule_options == {"eps": 0.1}
 
 
 def test_a_saved_config_is_the_config(tmp_path: Path) -> None:
-    changes = ("ema=null", "optimizer.betas=[0.9,0.95]", "log.track=[wandb]", "objective.ids=[3]", "model.dropout=0.1")
+    changes = (
+        "ema=null",
+        "optimizer.betas=[0.9,0.95]",
+        "log.track=[wandb]",
+        "objective.ids=[3]",
+        "model.dropout=0.1",
+    )
     config = load_config(GIVEN, *changes, objective={"schedule_options": {"a": 1}})
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
@@ -119,7 +155,15 @@ def test_a_config_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_only_what_changes_the_run_is_a_difference() -> None:
     config = load_config(GIVEN)
-    free = ("folder=x", "steps=2", "data.path=y", "log.every=3", "parallel.kind=fsdp", "micro_batch=1", "resume=z")
+    free = (
+        "folder=x",
+        "steps=2",
+        "data.path=y",
+        "log.every=3",
+        "parallel.kind=fsdp",
+        "micro_batch=1",
+        "resume=z",
+    )
     assert compare_configs(config, load_config(config, *free)) == []
     changed = load_config(config, "seed=1", "objective.max_count=3", "model.dim=8")
     assert compare_configs(config, changed) == [
@@ -141,17 +185,24 @@ def test_every_recipe_is_a_run_on_any_data(path: Path) -> None:
         config = load_config(path, "init=null", folder="run", **{"data.path": data()})
     assert isinstance(config, Config) and config.method in METHODS
     shape = build_model_config(config, prepared)
-    assert (shape.vocab_size, shape.mask_id, shape.length) == (prepared.vocab_size, prepared.mask_id, 32)
+    assert (shape.vocab_size, shape.mask_id, shape.length) == (
+        prepared.vocab_size,
+        prepared.mask_id,
+        32,
+    )
     assert bool(shape.anchor_layers) == METHODS[config.method].two_stages
 
 
-def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_found_by_name_and_by_its_usual_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     expected = load_config(ROOT / "recipes/cpu-nano.yaml", **GIVEN)
     for name in ("cpu-nano", "cpu-nano.yaml", "recipes/cpu-nano.yaml"):
         assert load_config(name, **GIVEN) == expected
     with pytest.raises(
-        ValueError, match=r"unknown recipe 'cpu-nono' \(did you mean cpu-nano\?\): expected a file or one of .*cpu-nano"
+        ValueError,
+        match=r"unknown recipe 'cpu-nono' \(did you mean cpu-nano\?\): expected a file or one of .*cpu-nano",
     ):
         load_config("cpu-nono", **GIVEN)
     for content, message in (
@@ -164,7 +215,9 @@ def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeyp
             load_config("bad.yaml", **GIVEN)
 
 
-def test_the_environment_stays_out_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_stays_out_of_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOKEN", "secret-value")
     (tmp_path / "env.yaml").write_text("folder: ${oc.env:TOKEN}\ndata:\n  path: data\n", "utf-8")
     cases: list[tuple[Any, list[str], dict[str, Any]]] = [
@@ -177,15 +230,24 @@ def test_the_environment_stays_out_of_a_config(tmp_path: Path, monkeypatch: pyte
         (GIVEN, ["valid.every=${steps}"], {}),
     ]
     for recipe, changes, settings in cases:
-        with pytest.raises(ValueError, match=r"has \$\{.*\}, which is not resolved: write the value") as caught:
+        with pytest.raises(
+            ValueError, match=r"has \$\{.*\}, which is not resolved: write the value"
+        ) as caught:
             load_config(recipe, *changes, **settings)
         assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["2026-11-15", "1e3", "true", "007", "a=b"])
 def test_a_folders_name_is_taken_as_it_is(name: str) -> None:
-    config = load_config("cpu-nano", f"data.path={name}", f"folder={name}", f"init={name}", "data.stream=null")
-    assert (config.folder, config.data.path, config.init, config.data.stream) == (name, name, name, None)
+    config = load_config(
+        "cpu-nano", f"data.path={name}", f"folder={name}", f"init={name}", "data.stream=null"
+    )
+    assert (config.folder, config.data.path, config.init, config.data.stream) == (
+        name,
+        name,
+        name,
+        None,
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -199,8 +261,16 @@ def test_a_recipe_of_the_paper_has_the_papers_settings(corpus: str, method: str)
     assert (optimizer.name, optimizer.lr, optimizer.betas) == ("adamw", 3e-4, (0.9, 0.999))
     assert (optimizer.eps, optimizer.weight_decay, optimizer.clip) == (1e-8, 0, 1.0)
     assert (optimizer.warmup, optimizer.decay) == (2500, "constant")
-    assert (objective.schedule, objective.anchor_rule, objective.max_count) == ("loglinear", "rare_in_sequence", 5)
-    assert (objective.anchor_weight, objective.anchor_ramp, objective.anchor_scope) == (3e-3, True, "all")
+    assert (objective.schedule, objective.anchor_rule, objective.max_count) == (
+        "loglinear",
+        "rare_in_sequence",
+        5,
+    )
+    assert (objective.anchor_weight, objective.anchor_ramp, objective.anchor_scope) == (
+        3e-3,
+        True,
+        "all",
+    )
     assert objective.attend_padding == (corpus == "lm1b" and not METHODS[method].is_causal)
     changes = {key for key, value in vars(config.model).items() if value is not None}
     assert changes == {"preset"} | ({"time_conditioning"} if method == "sedd" else set())

@@ -18,12 +18,22 @@ from adlm.models.language_model import LanguageModel
 from adlm.training.objective import Objective
 from tests.world import compute_probs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 VOCAB, MASK = 9001, 17
 
 
 def small_model(**changes):
-    sizes = {"vocab_size": VOCAB, "mask_id": MASK, "length": 64, "dim": 128, "heads": 2, "dropout": 0.0}
+    sizes = {
+        "vocab_size": VOCAB,
+        "mask_id": MASK,
+        "length": 64,
+        "dim": 128,
+        "heads": 2,
+        "dropout": 0.0,
+    }
     config = build_config("adlm", "nano", **sizes, **changes)
     model, rng = LanguageModel(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -46,7 +56,9 @@ def test_the_loss_kernel_is_the_formula(dtype, offset):
     logits[:, MASK] = -torch.inf
     target, weight = torch.randint(20, VOCAB, (33,), generator=rng), torch.rand(33, generator=rng)
     shift = None if offset is None else torch.tensor(offset)
-    loss, slope = compute_loss_and_grad(logits.clone().float(), target, weight, shift)  # it overwrites its argument
+    loss, slope = compute_loss_and_grad(
+        logits.clone().float(), target, weight, shift
+    )  # it overwrites its argument
     on_gpu = [None if x is None else x.cuda() for x in (logits, target, weight, shift)]
     gpu_loss, gpu_slope = compute_loss_and_grad(*on_gpu)
     torch.testing.assert_close(gpu_loss.cpu(), loss, atol=1e-4, rtol=1e-5)
@@ -60,19 +72,27 @@ def test_the_loss_kernel_is_the_formula(dtype, offset):
 def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
     from adlm.diffusion.kernels import draw_nucleus
 
-    logits = (scale * torch.randn(256, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype).cuda()
+    logits = (
+        (scale * torch.randn(256, VOCAB, generator=torch.Generator().manual_seed(0)))
+        .to(dtype)
+        .cuda()
+    )
     logits[:, MASK] = -torch.inf
     u = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).cuda()
     u[0], u[1] = 0.0, 1 - 2**-53
     tokens, probs = draw_nucleus(logits, u, top_p)
     law = compute_probs(logits.float(), SamplingParams(top_p=top_p))
     total = law.cumsum(-1)
-    expected = torch.searchsorted(total, (u * total[:, -1])[:, None], right=True)[:, 0].clamp(max=VOCAB - 1)
+    expected = torch.searchsorted(total, (u * total[:, -1])[:, None], right=True)[:, 0].clamp(
+        max=VOCAB - 1
+    )
     # float32 sums may move a token across a boundary of the distribution function, or the nucleus by one token
     assert (tokens == expected).float().mean() > 0.98
     assert (law.gather(1, tokens[:, None]) > 0).float().mean() > 0.99
     same = tokens == expected
-    torch.testing.assert_close(probs[same], law.gather(1, tokens[:, None])[:, 0][same], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        probs[same], law.gather(1, tokens[:, None])[:, 0][same], atol=1e-4, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
@@ -96,22 +116,38 @@ def test_half_precision_training_agrees_with_float32(bridge):
 
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
 def test_rows_without_padding_have_the_losses_and_gradients_of_padded_ones(method):
-    sizes = {"vocab_size": VOCAB, "mask_id": MASK, "length": 256, "dim": 320, "heads": 5, "dropout": 0.0}
-    model, rng = LanguageModel(build_config(method, "nano", **sizes)), torch.Generator().manual_seed(1)
+    sizes = {
+        "vocab_size": VOCAB,
+        "mask_id": MASK,
+        "length": 256,
+        "dim": 320,
+        "heads": 5,
+        "dropout": 0.0,
+    }
+    model, rng = (
+        LanguageModel(build_config(method, "nano", **sizes)),
+        torch.Generator().manual_seed(1),
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "modulation" in name or name.endswith("head.weight"):
                 parameter.normal_(std=0.05, generator=rng)
     model.cuda().compile_layers()
     lengths, number = torch.randint(1, 257, (64,), generator=rng), torch.arange(64)
-    process = ForwardProcess(MASK, anchor_rule=rare_in_sequence(5) if model.anchor else None, multiple=64)
+    process = ForwardProcess(
+        MASK, anchor_rule=rare_in_sequence(5) if model.anchor else None, multiple=64
+    )
     text = Batch(random_rows(64, 256), lengths, number, number, 64, {})
     losses, gradients = [], []
     for is_unpadded in (False, True):
-        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(text, 0, 0)
+        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(
+            text, 0, 0
+        )
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = training_loss(model, batch.to("cuda"), anchor_weight=0.5 if model.anchor else None)
+            loss = training_loss(
+                model, batch.to("cuda"), anchor_weight=0.5 if model.anchor else None
+            )
         loss.total.backward()
         losses.append(float(loss.total))
         gradients.append({name: p.grad.float() for name, p in model.named_parameters()})
@@ -121,13 +157,23 @@ def test_rows_without_padding_have_the_losses_and_gradients_of_padded_ones(metho
         assert error < 0.03, f"{name}: relative error {float(error):.3f}"
 
 
-@pytest.mark.parametrize(("rows", "length", "dim"), [(32, 1024, 768), (128, 512, 512), (256, 128, 768)])
+@pytest.mark.parametrize(
+    ("rows", "length", "dim"), [(32, 1024, 768), (128, 512, 512), (256, 128, 768)]
+)
 def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length, dim):
     gradients = []
     for is_compiled in (False, True):
         torch._dynamo.reset()
-        sizes = {"vocab_size": 512, "mask_id": 511, "dim": dim, "heads": dim // 64, "denoiser_layers": 2}
-        model = LanguageModel(build_config("mdlm", "small", **sizes, length=length, dropout=0.0), seed=0)
+        sizes = {
+            "vocab_size": 512,
+            "mask_id": 511,
+            "dim": dim,
+            "heads": dim // 64,
+            "denoiser_layers": 2,
+        }
+        model = LanguageModel(
+            build_config("mdlm", "small", **sizes, length=length, dropout=0.0), seed=0
+        )
         rng = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -137,7 +183,9 @@ def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length
         if is_compiled:
             model.compile_layers()
         x0 = torch.randint(511, (rows, length), generator=rng)
-        batch = corrupt(x0, ForwardProcess(511, multiple=64), CounterRng.from_seed(0, rows), 0).to("cuda")
+        batch = corrupt(x0, ForwardProcess(511, multiple=64), CounterRng.from_seed(0, rows), 0).to(
+            "cuda"
+        )
         with torch.autocast("cuda", torch.bfloat16):
             loss = training_loss(model, batch)
         loss.total.backward()
@@ -177,7 +225,9 @@ def test_prompts_are_kept():
     predictor = compile_for_sampling(small_model(), "cuda")
     xt = random_rows(4)
     xt[:, 20:50] = MASK
-    *_, last = stream_tokens(predictor, xt, remask_loop(32, eta=0.5), seed=3, sampling=SamplingParams(top_p=0.9))
+    *_, last = stream_tokens(
+        predictor, xt, remask_loop(32, eta=0.5), seed=3, sampling=SamplingParams(top_p=0.9)
+    )
     kept = xt != MASK
     assert torch.equal(last.tokens.cpu()[kept], xt[kept])
     assert not (last.tokens == MASK).any()
@@ -213,12 +263,28 @@ def test_texts_do_not_depend_on_the_batch_with_deterministic():
 @pytest.mark.parametrize("arm", ["acot", "coconut", "mdlm"])
 def test_captured_reasoning_passes_train_as_eager_ones(arm):
     from adlm.config import load_config
-    from adlm.reasoning.losses import CAPTURED_LENGTHS, CapturedFeatures, compute_features, reasoning_loss
+    from adlm.reasoning.losses import (
+        CAPTURED_LENGTHS,
+        CapturedFeatures,
+        compute_features,
+        reasoning_loss,
+    )
     from adlm.reasoning.runs import build_reasoning_objective, build_shape
     from adlm.reasoning.tasks import ItemBatches, open_task
 
-    changes = [f"reasoning.arm={arm}", "reasoning.task=arithmetic", "reasoning.hops=2", "reasoning.stage_steps=2"]
-    changes += ["model.dim=64", "model.heads=4", "model.denoiser_layers=2", "model.dropout=0", "folder=run"]
+    changes = [
+        f"reasoning.arm={arm}",
+        "reasoning.task=arithmetic",
+        "reasoning.hops=2",
+        "reasoning.stage_steps=2",
+    ]
+    changes += [
+        "model.dim=64",
+        "model.heads=4",
+        "model.denoiser_layers=2",
+        "model.dropout=0",
+        "folder=run",
+    ]
     config = load_config("reason", *changes, method="mdlm" if arm == "mdlm" else "ar")
     task = open_task(config.reasoning)
     objective = build_reasoning_objective(config, task, multiple=CAPTURED_LENGTHS)
@@ -226,7 +292,9 @@ def test_captured_reasoning_passes_train_as_eager_ones(arm):
     def train(run):
         model = LanguageModel(build_shape(config, task, None, 64)).cuda()
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for step, batch in zip(range(1, 9), ItemBatches(task, 16, seed=0)):  # every stage, and shapes that come back
+        for step, batch in zip(
+            range(1, 9), ItemBatches(task, 16, seed=0)
+        ):  # every stage, and shapes that come back
             loss = reasoning_loss(model, objective.corrupt(batch, 0, step).to("cuda"), run=run)
             optimizer.zero_grad()
             loss.total.backward()

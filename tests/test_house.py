@@ -27,7 +27,9 @@ LAYERS = [  # from tier 0; imports point to a lower tier or into the same packag
     "cli",
     "__main__",
 ]
-TIERS = {"remedies": -1, "defaults": -1} | {part: tier for tier, parts in enumerate(LAYERS) for part in parts.split()}
+TIERS = {"remedies": -1, "defaults": -1} | {
+    part: tier for tier, parts in enumerate(LAYERS) for part in parts.split()
+}
 TIER_0_MAY_IMPORT: dict[str, set[str]] = {
     "remedies": set(),
     "defaults": set(),
@@ -37,8 +39,36 @@ TIER_0_MAY_IMPORT: dict[str, set[str]] = {
 }
 MAX_LINES, MAX_CLASS_LINES = 600, 150
 IRREGULAR_PARTICIPLES = frozenset(
-    {"told", "held", "said", "made", "found", "written", "drawn", "shown", "known", "kept", "taken", "given", "built"}
-    | {"begun", "chosen", "done", "heard", "laid", "led", "lost", "meant", "met", "paid", "seen", "sent", "spent"}
+    {
+        "told",
+        "held",
+        "said",
+        "made",
+        "found",
+        "written",
+        "drawn",
+        "shown",
+        "known",
+        "kept",
+        "taken",
+        "given",
+        "built",
+    }
+    | {
+        "begun",
+        "chosen",
+        "done",
+        "heard",
+        "laid",
+        "led",
+        "lost",
+        "meant",
+        "met",
+        "paid",
+        "seen",
+        "sent",
+        "spent",
+    }
     | {"stood", "thought", "torn", "understood", "worn", "won", "hired"}
 )
 NOT_PARTICIPLES = {"embed", "seed", "feed", "need", "speed"}
@@ -109,9 +139,24 @@ def test_the_tier_guard_bites(part: str, line: str) -> None:
 def test_files_and_classes_are_short_and_files_have_names() -> None:
     files = {path: path.read_text("utf-8") for path in sources("adlm", "bench", "tests")}
     assert [path for path, text in files.items() if len(text.splitlines()) > MAX_LINES] == []
-    classes = [node for text in files.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
-    assert [node.name for node in classes if (node.end_lineno or 0) - node.lineno >= MAX_CLASS_LINES] == []
-    assert not {path.stem for path in files} & {"utils", "util", "helpers", "common", "misc", "base", "manager"}
+    classes = [
+        node
+        for text in files.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [
+        node.name for node in classes if (node.end_lineno or 0) - node.lineno >= MAX_CLASS_LINES
+    ] == []
+    assert not {path.stem for path in files} & {
+        "utils",
+        "util",
+        "helpers",
+        "common",
+        "misc",
+        "base",
+        "manager",
+    }
 
 
 def definitions(kind: type[ast.FunctionDef] | type[ast.ClassDef]) -> list[tuple[str, str]]:
@@ -131,7 +176,9 @@ def test_public_class_names_are_unique() -> None:
 def is_dialect(name: str) -> bool:
     """Whether a function's name ends in `_of` or is a participle instead of a verb or a noun."""
     word = name.strip("_")
-    is_participle = (re.fullmatch(r"[a-z]+ed", word) and word not in NOT_PARTICIPLES) or word in IRREGULAR_PARTICIPLES
+    is_participle = (
+        re.fullmatch(r"[a-z]+ed", word) and word not in NOT_PARTICIPLES
+    ) or word in IRREGULAR_PARTICIPLES
     return word == "of" or word.endswith("_of") or bool(is_participle)
 
 
@@ -150,8 +197,14 @@ def prose(source: str) -> Iterator[str]:
 
 def test_prose_is_plain_english() -> None:
     texts = {path: prose(path.read_text("utf-8")) for path in sources("adlm")}
-    assert [(path, text) for path in texts for text in texts[path] if BANNED_PHRASES.search(text)] == []
-    assert all(map(BANNED_PHRASES.search, ("64 unless told", "the run goes on", "nobody is there to judge")))
+    assert [
+        (path, text) for path in texts for text in texts[path] if BANNED_PHRASES.search(text)
+    ] == []
+    assert all(
+        map(
+            BANNED_PHRASES.search, ("64 unless told", "the run goes on", "nobody is there to judge")
+        )
+    )
     assert not BANNED_PHRASES.search("Softmax temperature; 0 is greedy.")
 
 
@@ -162,7 +215,9 @@ def test_public_names_exist_and_are_documented() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("adlm")
         for alias in node.names
     }
-    assert set(adlm.__all__) == imported | {"__version__"}, "type checkers see what the lazy table has"
+    assert set(adlm.__all__) == imported | {"__version__"}, (
+        "type checkers see what the lazy table has"
+    )
     names = [name for name in adlm.__all__ if name != "__version__"]
     assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
     assert [name for name in names if not (getattr(adlm, name).__doc__ or "").strip()] == []
@@ -202,8 +257,20 @@ def test_ordinary_imports_work() -> None:
 def test_the_command_line_does_not_wait_for_slow_imports() -> None:
     """A command imports what is slow when it runs: this is what `--help` and completion load."""
     code = "import sys, adlm.cli.main; print({name.split('.')[0] for name in sys.modules})"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    slow = {"torch", "numpy", "scipy", "omegaconf", "tokenizers", "safetensors", "transformers", "matplotlib", "jinja2"}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    slow = {
+        "torch",
+        "numpy",
+        "scipy",
+        "omegaconf",
+        "tokenizers",
+        "safetensors",
+        "transformers",
+        "matplotlib",
+        "jinja2",
+    }
     assert not slow & ast.literal_eval(printed.stdout)
 
 
@@ -211,7 +278,9 @@ SLOW_PAGE = pytest.param("docs/generate.md", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md", SLOW_PAGE])
-def test_the_snippets_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippets_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (ROOT / page).read_text("utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(snippets) >= 2
@@ -221,10 +290,14 @@ def test_the_snippets_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
         exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 
-@pytest.mark.parametrize("command", ["make demo", "make test", "make test-all", "make bench", "make docs"])
+@pytest.mark.parametrize(
+    "command", ["make demo", "make test", "make test-all", "make bench", "make docs"]
+)
 def test_the_readme_and_the_makefile_name_the_same_commands(command: str) -> None:
     assert command in (ROOT / "README.md").read_text("utf-8")
-    assert re.search(rf"^{command.removeprefix('make ')}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert re.search(
+        rf"^{command.removeprefix('make ')}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE
+    )
 
 
 def tracked_files() -> list[Path]:
@@ -234,11 +307,18 @@ def tracked_files() -> list[Path]:
     if listed.returncode == 0:
         return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
     hidden = {".venv", ".git"}
-    return [path for path in ROOT.rglob("*") if path.is_file() and not hidden & set(path.relative_to(ROOT).parts)]
+    return [
+        path
+        for path in ROOT.rglob("*")
+        if path.is_file() and not hidden & set(path.relative_to(ROOT).parts)
+    ]
 
 
 # Put together here, so that this file does not find itself.
-TRACES = [f"/{name}/" for name in ("work", "root", "tmp", "home")] + ["index" + "-url", "local" + "host:"]
+TRACES = [f"/{name}/" for name in ("work", "root", "tmp", "home")] + [
+    "index" + "-url",
+    "local" + "host:",
+]
 
 
 def traces_in(text: str) -> list[str]:

@@ -46,8 +46,14 @@ def assert_close(estimate: NllEstimate, expected: NllEstimate, rel: float = 1e-5
 
 def tiny(method: str, scale: float = 0.3) -> LanguageModel:
     """A model that predicts something; with a scale of 0 an untrained one."""
-    layers = {"anchor_layers": 1, "denoiser_layers": 1} if METHODS[method].two_stages else {"denoiser_layers": 1}
-    config = build_config(method, "nano", vocab_size=VOCAB, mask_id=VOCAB - 1, dim=16, heads=2, length=16, **layers)
+    layers = (
+        {"anchor_layers": 1, "denoiser_layers": 1}
+        if METHODS[method].two_stages
+        else {"denoiser_layers": 1}
+    )
+    config = build_config(
+        method, "nano", vocab_size=VOCAB, mask_id=VOCAB - 1, dim=16, heads=2, length=16, **layers
+    )
     model, rng = LanguageModel(config), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,7 +80,9 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     assert estimate_nll(model, ROWS, max_rows=10) == estimate_nll(model, ROWS[:10])
     assert estimate_nll(model, ROWS, max_rows=1000) == estimate_nll(model, ROWS)
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert estimate_nll(model, ROWS, seed=1).nll != pytest.approx(estimate_nll(model, ROWS).nll, rel=1e-5)
+    assert estimate_nll(model, ROWS, seed=1).nll != pytest.approx(
+        estimate_nll(model, ROWS).nll, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,12 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
         ("mdlm", ROWS[:1], {}, "more than 1 rows"),
         ("ar", ROWS, {"documents": torch.zeros(40, dtype=torch.int64)}, "more than 1 documents"),
         ("mdlm", ROWS, {"draws": 0}, "draws and batch must be at least 1, got 0 and 32"),
-        ("mdlm", torch.zeros(4, 5, dtype=torch.int64), {"given_tokens": (0,)}, "counted tokens in 2 of 4 units, got 0"),
+        (
+            "mdlm",
+            torch.zeros(4, 5, dtype=torch.int64),
+            {"given_tokens": (0,)},
+            "counted tokens in 2 of 4 units, got 0",
+        ),
     ],
 )
 def test_mistakes(method: str, rows: Tensor, options: dict[str, Any], message: str) -> None:
@@ -96,7 +109,9 @@ def test_bits_per_byte_and_the_unigram_baseline() -> None:
     counts, tokens = torch.tensor([2, 1, 0]), torch.tensor([[0, 1], [2, 2]])
     nats = [-math.log(3 / 6), -math.log(2 / 6), -math.log(1 / 6)]  # one is added to each count
     assert unigram_nll(counts, tokens) == pytest.approx((sum(nats) + nats[2]) / 4)
-    assert unigram_nll(counts, tokens, torch.tensor([[True, True], [True, False]])) == pytest.approx(sum(nats) / 3)
+    assert unigram_nll(
+        counts, tokens, torch.tensor([[True, True], [True, False]])
+    ) == pytest.approx(sum(nats) / 3)
 
 
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
@@ -109,7 +124,9 @@ def test_padding_is_neither_read_nor_counted(method: str) -> None:
     assert_close(estimate_nll(model, padded(), draws=2, batch=7), bound)
     if method == "a2r":  # exact, so every row can be measured by itself, without padding
         rows = zip(ROWS, range(40))
-        alone = [estimate_nll(model, row[: n % 15 + 2].expand(2, -1)).row_nats[0] for row, n in rows]
+        alone = [
+            estimate_nll(model, row[: n % 15 + 2].expand(2, -1)).row_nats[0] for row, n in rows
+        ]
         assert bound.nll == pytest.approx(float(sum(alone)) / bound.tokens, rel=1e-5)
 
 
@@ -135,7 +152,9 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
                 everyone.wait()
                 return added
 
-        return estimate_nll(model, padded(), batch=9, draws=2, ranks=Ranks(), loss_fn=loss_fn, given_tokens=GIVEN)
+        return estimate_nll(
+            model, padded(), batch=9, draws=2, ranks=Ranks(), loss_fn=loss_fn, given_tokens=GIVEN
+        )
 
     whole = estimate_nll(model, padded(), batch=9, draws=2, given_tokens=GIVEN)  # five pieces
     with ThreadPoolExecutor(size) as pool:
@@ -148,9 +167,14 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
 def test_one_draw_is_that_of_earlier_versions(method: str) -> None:
     """The numbers are of the version before draws were spread."""
     bound = estimate_nll(tiny(method), ROWS)
-    expected = {"adlm": (29.459060406684877, 3.162097461106151, 640), "ar": (4.676235535939535, 0.054104946070015, 600)}
+    expected = {
+        "adlm": (29.459060406684877, 3.162097461106151, 640),
+        "ar": (4.676235535939535, 0.054104946070015, 600),
+    }
     assert (bound.nll, bound.stderr, bound.tokens) == pytest.approx(expected[method], rel=1e-6)
-    assert bound.draws == 1 and bound.noise_stderr == (None if method == "adlm" else 0)  # unknown, and none
+    assert bound.draws == 1 and bound.noise_stderr == (
+        None if method == "adlm" else 0
+    )  # unknown, and none
 
 
 UNUSED = tiny("mdlm", 0)
@@ -202,14 +226,18 @@ def test_rows_that_cost_differently_do_not_bias_the_bound(is_early: bool) -> Non
 
     rows = (torch.arange(8) % 2 == (0 if is_early else 1)).long()[:, None].expand(8, 4)  # in turn
     seeds = 150
-    nlls = torch.tensor([estimate_nll(UNUSED, rows, draws=2, seed=i, loss_fn=loss_fn).nll for i in range(seeds)])
+    nlls = torch.tensor(
+        [estimate_nll(UNUSED, rows, draws=2, seed=i, loss_fn=loss_fn).nll for i in range(seeds)]
+    )
     assert abs(float(nlls.mean()) - 0.25) < 4 * float(nlls.std()) / math.sqrt(seeds) + 1e-3 < 0.03
 
 
 @pytest.mark.parametrize("draws", [4, 8])
 def test_the_error_from_noise_is_the_spread_over_seeds(draws: int) -> None:
     model = tiny("adlm")
-    bounds = [estimate_nll(model, ROWS[:20], batch=20, draws=draws, seed=seed) for seed in range(40)]
+    bounds = [
+        estimate_nll(model, ROWS[:20], batch=20, draws=draws, seed=seed) for seed in range(40)
+    ]
     spread = float(torch.tensor([bound.nll for bound in bounds]).std())
     squares = torch.tensor([bound.noise_stderr or 0.0 for bound in bounds]).square()
     assert 0.7 * spread < float(squares.mean().sqrt()) < 1.4 * spread
@@ -256,7 +284,9 @@ def test_marks_are_given_and_not_counted(method: str) -> None:
     assert lineage.tokens == int((lengths - int(model.config.is_causal)).sum())
     if model.config.is_causal:  # the nats of marks are what differs
         assert lineage.nll * lineage.tokens > bound.nll * bound.tokens
-        assert estimate_nll(model, framed(), given_tokens=(1,)) == bound  # the first token of a row is never scored
+        assert (
+            estimate_nll(model, framed(), given_tokens=(1,)) == bound
+        )  # the first token of a row is never scored
     for batch in (1, 7, 40):  # a batch may hold nothing that counts
         assert_close(estimate_nll(model, framed(), draws=2, given_tokens=GIVEN, batch=batch), bound)
 
@@ -277,14 +307,18 @@ def enumerated(world: TinyWorld, rows: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("draws", "is_sorted"), [(1, False), (4, False), (4, True), (16, True)])
-def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, is_sorted: bool) -> None:
+def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(
+    draws: int, is_sorted: bool
+) -> None:
     """Texts of a tiny world by its own law: both sides are counted, the bound is estimated.
 
     Also of rows in order of their text, though a row's place decides its first time: further draws make up for it.
     """
     world = TinyWorld(random_model(seed=113, positions="learned"))
     law = exact_law(world, first_hitting())[world.texts]
-    picks = torch.multinomial(law, 3000, replacement=True, generator=torch.Generator().manual_seed(1))
+    picks = torch.multinomial(
+        law, 3000, replacement=True, generator=torch.Generator().manual_seed(1)
+    )
     picks = picks.sort().values if is_sorted else picks
     rows = world.states[world.texts][picks]
     exact = -float(law[picks].log().sum()) / rows.numel()
@@ -312,7 +346,9 @@ def test_the_estimate_is_the_authors() -> None:
 
 def test_a_nan_is_raised_where_theirs_is_dropped() -> None:
     golden = arrays("metrics")
-    assert torch.isnan(golden["nan_nlls"]).any() and math.isfinite(float(golden["out_nll_nan_dropped"]))
+    assert torch.isnan(golden["nan_nlls"]).any() and math.isfinite(
+        float(golden["out_nll_nan_dropped"])
+    )
     row = int(torch.isnan(golden["nan_nlls"]).any(1).nonzero()[0])
     with pytest.raises(FloatingPointError, match=f"not finite, first in row {row}"):
         summarize_rows(*sum_rows(golden["nan_nlls"], torch.ones_like(golden["nan_nlls"])))
@@ -321,7 +357,9 @@ def test_a_nan_is_raised_where_theirs_is_dropped() -> None:
 def test_long_sums_stay_exact() -> None:
     """Ten million tokens of 0.1 nats: a float32 sum would be off in the third digit."""
     nats, tokens = sum_rows(torch.full((1000, 1000), 0.1), torch.ones(1000, 1000))
-    assert summarize_rows(nats.repeat(10), tokens.repeat(10)).nll == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+    assert summarize_rows(nats.repeat(10), tokens.repeat(10)).nll == pytest.approx(
+        float(torch.tensor(0.1)), rel=1e-12
+    )
 
 
 def test_the_error_is_that_of_a_ratio() -> None:
@@ -331,12 +369,18 @@ def test_the_error_is_that_of_a_ratio() -> None:
     expected = math.sqrt(3 / 2 * sum(x * x for x in apart)) / 6
     found = summarize_rows(nats, tokens, torch.tensor([5, 5, 7, 9]))
     assert found.stderr == pytest.approx(expected, rel=1e-12)
-    assert torch.equal(found.row_nats, nats.double()) and torch.equal(found.row_tokens, tokens.double())
+    assert torch.equal(found.row_nats, nats.double()) and torch.equal(
+        found.row_tokens, tokens.double()
+    )
 
 
 def test_what_has_no_token_is_no_unit() -> None:
     """A row of given tokens alone must not make the error look like one of more units."""
-    nats, tokens, none = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1.0, 1.0, 2.0]), torch.zeros(40)
+    nats, tokens, none = (
+        torch.tensor([1.0, 2.0, 6.0]),
+        torch.tensor([1.0, 1.0, 2.0]),
+        torch.zeros(40),
+    )
     more = summarize_rows(torch.cat([nats, none]), torch.cat([tokens, none]))
     assert more.stderr == summarize_rows(nats, tokens).stderr
     with pytest.raises(ValueError, match="counted tokens in 2 of 2 units, got 1"):
@@ -349,31 +393,52 @@ def test_the_cost_of_a_time_is_no_noise() -> None:
     counts = torch.randint(20, 200, (rows,), generator=rng).double()
     times = (torch.arange(rows)[:, None] / rows + torch.arange(draws) / draws).double() % 1
     noise = 0.5 * torch.randn(rows, draws, generator=rng, dtype=torch.float64)
-    nats, expected = counts[:, None] * (2 + 5 * times + noise), float((counts.square() * 0.25 / draws).sum())
+    nats, expected = (
+        counts[:, None] * (2 + 5 * times + noise),
+        float((counts.square() * 0.25 / draws).sum()),
+    )
     assert 0.7 * expected < float(noise_variance(nats, counts, times).sum()) < 1.4 * expected
     assert float(noise_variance(nats, counts).sum()) > 5 * expected
 
 
-@pytest.mark.parametrize(("tokens", "draws"), [(1, 2), (6, 2), (7, 64), (16, 65), (40, 64), (200, 16)])
-def test_the_bound_from_hidden_sets_is_unbiased_and_its_error_covers_it(tokens: int, draws: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "draws"), [(1, 2), (6, 2), (7, 64), (16, 65), (40, 64), (200, 16)]
+)
+def test_the_bound_from_hidden_sets_is_unbiased_and_its_error_covers_it(
+    tokens: int, draws: int
+) -> None:
     """Tokens cost less where the one before is visible, which has a closed form."""
-    costs = 12 * torch.rand(tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    costs = (
+        12
+        * torch.rand(tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    )
     sizes = torch.arange(1, tokens + 1)
-    truth = sum(float(costs.sum()) / tokens * (0.3 + 0.7 * (k - 1) / max(tokens - 1, 1)) for k in sizes.tolist())
+    truth = sum(
+        float(costs.sum()) / tokens * (0.3 + 0.7 * (k - 1) / max(tokens - 1, 1))
+        for k in sizes.tolist()
+    )
     estimates, errors = torch.zeros(2, 300, dtype=torch.float64)
     for seed in range(300):
         is_hidden, weight = choose_hidden_sets(tokens, draws, seed)
         nats = weight * (costs * is_hidden * (0.3 + 0.7 * is_hidden.roll(1, dims=1))).sum(1)
         if tokens == 1:
             nats *= 0.3  # the token before it is itself
-        estimates[seed], errors[seed] = nats.sum(), 0.0 if tokens <= MAX_ENUMERATED else stratified_stderr(nats)
+        estimates[seed], errors[seed] = (
+            nats.sum(),
+            0.0 if tokens <= MAX_ENUMERATED else stratified_stderr(nats),
+        )
     if tokens <= 6:
         assert errors.max() == 0 and estimates.tolist() == pytest.approx([truth] * 300, rel=1e-6)
         return
     assert abs(float(estimates.mean()) - truth) < 3 * float(estimates.std()) / math.sqrt(300)
     ratio = float(errors.square().mean().sqrt() / estimates.std())
-    assert 0.9 < ratio < (1.1 if draws >= 64 else 2)  # the trend over few strata adds to the differences of neighbors
-    assert draws < 64 or 0.92 < float(((estimates - truth).abs() < 1.96 * errors).double().mean()) < 0.98
+    assert (
+        0.9 < ratio < (1.1 if draws >= 64 else 2)
+    )  # the trend over few strata adds to the differences of neighbors
+    assert (
+        draws < 64
+        or 0.92 < float(((estimates - truth).abs() < 1.96 * errors).double().mean()) < 0.98
+    )
 
 
 @pytest.mark.parametrize("multiple", [1, 32])

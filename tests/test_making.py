@@ -37,19 +37,29 @@ def test_passages_are_the_books_words_in_order(limit: int) -> None:
     assert len(parts) > 20 and all(part and len(part) <= limit for part in parts)
     prose = " ".join(paragraph for paragraph in re.split(r"\n\s*\n", BOOK) if is_prose(paragraph))
     assert " ".join(parts).split() == prose.split()
-    assert list(passages(BOOK, random.Random(0), limit)) == parts != list(passages(BOOK, random.Random(1), limit))
+    assert (
+        list(passages(BOOK, random.Random(0), limit))
+        == parts
+        != list(passages(BOOK, random.Random(1), limit))
+    )
 
 
 def test_passages_have_many_lengths_and_end_with_sentences() -> None:
     parts = list(passages(BOOK, random.Random(0)))
     lengths = [len(part) for part in parts]
-    assert min(lengths) < 300 and sum(length > 0.8 * MAX_CHARACTERS for length in lengths) > 0.3 * len(parts)
+    assert min(lengths) < 300 and sum(
+        length > 0.8 * MAX_CHARACTERS for length in lengths
+    ) > 0.3 * len(parts)
     assert sum(part.rstrip("\"'”’)")[-1] in ".!?" for part in parts) > 0.95 * len(parts)
 
 
 def test_sentences_and_prose() -> None:
     text = 'Mr. J. Smith came. "Is it you?" she said. Dr. Brown (who knew St. Ives) left!'
-    assert sentences(text) == ["Mr. J. Smith came.", '"Is it you?" she said.', "Dr. Brown (who knew St. Ives) left!"]
+    assert sentences(text) == [
+        "Mr. J. Smith came.",
+        '"Is it you?" she said.',
+        "Dr. Brown (who knew St. Ives) left!",
+    ]
     assert not any(map(is_prose, ("THE NATURAL HISTORY OF SELBORNE.", "Chapter I.", "")))
     assert is_prose("It was the best of times, it was the worst of times.")
 
@@ -67,7 +77,9 @@ def test_chosen_lengths_are_compared_with_the_best_single_one() -> None:
 
 
 def test_an_unfolded_model_computes_the_same_and_its_dead_parts_are_reset() -> None:
-    model = LanguageModel(build_config("adlm", "nano", vocab_size=64, mask_id=63, length=16, tied=True, dropout=0.0))
+    model = LanguageModel(
+        build_config("adlm", "nano", vocab_size=64, mask_id=63, length=16, tied=True, dropout=0.0)
+    )
     rng = torch.Generator().manual_seed(0)
     for parameter in model.parameters():  # modulations and heads are zero at first
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=rng)
@@ -92,13 +104,19 @@ def test_an_unfolded_model_computes_the_same_and_its_dead_parts_are_reset() -> N
 def test_a_model_that_was_made_underconfident_is_corrected() -> None:
     lm = adlm.load(device="cpu")
     rows = torch.tensor(
-        [lm.tokenizer.encode(part)[:64] for part in passages(BOOK, random.Random(0)) if len(part) > 500]
+        [
+            lm.tokenizer.encode(part)[:64]
+            for part in passages(BOOK, random.Random(0))
+            if len(part) > 500
+        ]
     )
     before = lm.model.head(lm.model(rows[:1]).final)
     scale_logits(lm.model, 0.75)
     torch.testing.assert_close(lm.model.head(lm.model(rows[:1]).final), 0.75 * before)
     assert 1.08 <= fit_logit_factor(lm.model, TensorRows(rows[:4])) <= 1.28
-    torch.testing.assert_close(lm.model.head(lm.model(rows[:1]).final), 0.75 * before)  # it only measures
+    torch.testing.assert_close(
+        lm.model.head(lm.model(rows[:1]).final), 0.75 * before
+    )  # it only measures
 
 
 def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str) -> None:
@@ -109,8 +127,14 @@ def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str
 def write_timings(run: Path, seconds: list[float]) -> None:
     """Write the metrics of a run whose first two records are of slow steps, in which torch compiles."""
     run.mkdir(parents=True)
-    ends = [{"step": 25 * (i + 1), "lr": 1.0, "time": {"seconds": each}} for i, each in enumerate(seconds)]
-    lines = [json.dumps(each) for each in [*ends, {"step": 100, "val/nll": 4.0, "time": {"seconds": 9.0}}]]
+    ends = [
+        {"step": 25 * (i + 1), "lr": 1.0, "time": {"seconds": each}}
+        for i, each in enumerate(seconds)
+    ]
+    lines = [
+        json.dumps(each)
+        for each in [*ends, {"step": 100, "val/nll": 4.0, "time": {"seconds": 9.0}}]
+    ]
     (run / "metrics.jsonl").write_text("\n".join(lines), "utf-8")
 
 
@@ -118,7 +142,9 @@ def test_the_slowest_model_sets_the_number_of_steps(tmp_path: Path) -> None:
     for method, step in (("adlm", 0.06), ("mdlm", 0.05), ("ar", 0.03)):
         write_timings(tmp_path / f"{method}-0", [20.0, 30.0, 30 + 25 * step, 30 + 50 * step])
     assert choose_steps(METHODS, tmp_path, 1000) == 16_000  # 0.96 of it, in steps of 60 ms
-    with pytest.raises(ValueError, match=r"4 s are left after the short runs, 100 steps take 6 s: raise --minutes"):
+    with pytest.raises(
+        ValueError, match=r"4 s are left after the short runs, 100 steps take 6 s: raise --minutes"
+    ):
         choose_steps(METHODS, tmp_path, 4)
 
 
@@ -128,14 +154,18 @@ def test_all_bundled_models_train_at_once_and_a_failure_names_its_log(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("books.txt").write_text(BOOK[:60_000], "utf-8")
-    adlm.prepare("books.txt", "data", train_tokenizer=400, length=32, valid_share=0.2, documents="line")
+    adlm.prepare(
+        "books.txt", "data", train_tokenizer=400, length=32, valid_share=0.2, documents="line"
+    )
     small = {"batch": 4, "model.dim": 32, "model.heads": 2, "valid.rows": 8, "log.every": 1}
     train_all(METHODS, Path("probe"), "data", small | {"steps": 4})
     assert measure_seconds_per_step(Path("probe/ar-0")) > 0
     for _ in range(2):  # the second call has nothing to train
         train_all(METHODS, Path("runs"), "data", small | {"steps": 2})
     assert [adlm.load(f"runs/{method}-0").step for method in ("adlm", "mdlm", "ar")] == [2, 2, 2]
-    with pytest.raises(RuntimeError, match=r"training failed: adlm-0, ar-0, mdlm-0; see bad.adlm-0.log\.txt"):
+    with pytest.raises(
+        RuntimeError, match=r"training failed: adlm-0, ar-0, mdlm-0; see bad.adlm-0.log\.txt"
+    ):
         train_all(METHODS, Path("bad"), "data", small | {"steps": 2, "model.dim": 33})
     assert "33" in Path("bad/adlm-0/log.txt").read_text("utf-8")
 
@@ -148,9 +178,31 @@ def test_from_books_to_metrics(
     half = len(BOOK) // 2
     for name, text in (("books", BOOK[:half]), ("held-out", BOOK[half : half + 15_000])):
         Path(f"{name}.txt.gz").write_bytes(gzip.compress(text.encode("utf-8")))
-        run(monkeypatch, write_passages, f"{name}.txt.gz", "--max-characters", "200", "--out", f"{name}.jsonl")
-    adlm.prepare("books.jsonl", "data", valid="held-out.jsonl", train_tokenizer=400, length=96, rows="documents")
-    small = {"batch": 4, "steps": 3, "model.dim": 32, "model.heads": 2, "device": "cpu", "log.show": False}
+        run(
+            monkeypatch,
+            write_passages,
+            f"{name}.txt.gz",
+            "--max-characters",
+            "200",
+            "--out",
+            f"{name}.jsonl",
+        )
+    adlm.prepare(
+        "books.jsonl",
+        "data",
+        valid="held-out.jsonl",
+        train_tokenizer=400,
+        length=96,
+        rows="documents",
+    )
+    small = {
+        "batch": 4,
+        "steps": 3,
+        "model.dim": 32,
+        "model.heads": 2,
+        "device": "cpu",
+        "log.show": False,
+    }
     for method in ("adlm", "mdlm"):
         recipe = ROOT / f"recipes/bundled-{method}.yaml"
         adlm.train(recipe, **small, **{"data.path": "data", "valid.rows": 8, "folder": method})
@@ -161,7 +213,10 @@ def test_from_books_to_metrics(
     assert "bigram" in capsys.readouterr().out
     run(monkeypatch, find_lengths, "--data", "data", "shipped", "--holes", "5", "--device", "cpu")
     lengths = json.loads(capsys.readouterr().out)
-    assert lengths["holes"] == 5 and 0 <= lengths["chosen"]["exact"] <= lengths["chosen"]["within_one"] <= 1
+    assert (
+        lengths["holes"] == 5
+        and 0 <= lengths["chosen"]["exact"] <= lengths["chosen"]["within_one"] <= 1
+    )
     measured = json.loads(Path("baselines.json").read_text("utf-8"))
     assert [each["model"] for each in measured["models"]] == ["shipped", "mdlm"]
     assert measured["differences"][0]["se"] > 0

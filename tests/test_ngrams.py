@@ -22,7 +22,9 @@ def make_rows(seed: int = 0, count: int = 40, length: int = 9) -> TensorRows:
     """Make padded rows in which a token is mostly followed by the next one."""
     rng = torch.Generator().manual_seed(seed)
     start = torch.randint(4, (count, 1), generator=rng)
-    jumps = torch.randint(4, (count, length), generator=rng) * (torch.rand(count, length, generator=rng) < 0.3)
+    jumps = torch.randint(4, (count, length), generator=rng) * (
+        torch.rand(count, length, generator=rng) < 0.3
+    )
     tokens = (start + torch.arange(length) + jumps) % 4
     lengths = torch.randint(2, length + 1, (count,), generator=rng)
     tokens[torch.arange(count), lengths - 1] = 4
@@ -45,8 +47,12 @@ def test_everything_is_counted_except_padding(chunk: int, monkeypatch: pytest.Mo
     pairs, seen = Counter(pair for text in texts for pair in pairwise(text)), []
     model = count_bigrams(TRAIN, VOCAB, on_rows=lambda done, total: seen.append((done, total)))
     assert (len(seen) > 10) == (chunk == 30) and seen[-1] == (40, 40)
-    assert {divmod(int(code), VOCAB): int(n) for code, n in zip(model.pairs, model.counts, strict=True)} == pairs
-    assert model.tokens.tolist() == [sum(text.count(token) for text in texts) for token in range(VOCAB)]
+    assert {
+        divmod(int(code), VOCAB): int(n) for code, n in zip(model.pairs, model.counts, strict=True)
+    } == pairs
+    assert model.tokens.tolist() == [
+        sum(text.count(token) for text in texts) for token in range(VOCAB)
+    ]
     assert model.tokens[6] == 0
 
 
@@ -65,11 +71,17 @@ def test_probabilities_are_positive_and_sum_to_one(rows: TensorRows) -> None:
 
 def test_the_formula() -> None:
     """P(w | v) by hand, for a pair that was seen and one that was not."""
-    model = count_bigrams(TensorRows(torch.tensor([[0, 1, 0, 1, 0, 2]])), 4)  # too few for discounts: a half each
+    model = count_bigrams(
+        TensorRows(torch.tensor([[0, 1, 0, 1, 0, 2]])), 4
+    )  # too few for discounts: a half each
     continuation = np.array([1 + 1, 1 + 1, 1 + 1, 0 + 1]) / 7  # 0 behind 1; 1 behind 0; 2 behind 0
     before, after = np.array([0, 0, 0, 3]), np.array([1, 2, 3, 2])
     # 0 was followed three times, by two different tokens; 3 never.
-    expected = [1.5 / 3 + 1 / 3 * continuation[1], 0.5 / 3 + 1 / 3 * continuation[2], 1 / 3 * continuation[3]]
+    expected = [
+        1.5 / 3 + 1 / 3 * continuation[1],
+        0.5 / 3 + 1 / 3 * continuation[2],
+        1 / 3 * continuation[3],
+    ]
     assert model.probability(before, after) == pytest.approx([*expected, continuation[2]])
 
 
@@ -97,7 +109,9 @@ def test_the_first_token_has_the_unigram_probability_and_ends_can_be_free(
     inner = valid & (np.arange(tokens.shape[1]) < lengths[:, None] - 1)
     inner[:, 0] = False
     free = estimate_heldout_nll(model.nll, VALID, ends_free=True)
-    assert free.tokens == estimate.tokens and free.nll == pytest.approx(nats[inner].sum() / lengths.sum())
+    assert free.tokens == estimate.tokens and free.nll == pytest.approx(
+        nats[inner].sum() / lengths.sum()
+    )
     unigram = estimate_heldout_nll(model.unigram_nll, VALID)
     expected = unigram_nll(torch.from_numpy(model.tokens), VALID.tokens, torch.from_numpy(valid))
     assert unigram.tokens == estimate.tokens and unigram.nll == pytest.approx(expected)
@@ -109,6 +123,9 @@ def test_a_bigram_model_is_better_than_the_unigram_on_real_text(form: str) -> No
     model = count_bigrams(prepared.rows("train"), prepared.vocab_size)
     assert np.array_equal(model.tokens, prepared.counts().numpy())
     valid = prepared.rows("valid")
-    bigram, unigram = estimate_heldout_nll(model.nll, valid), estimate_heldout_nll(model.unigram_nll, valid)
+    bigram, unigram = (
+        estimate_heldout_nll(model.nll, valid),
+        estimate_heldout_nll(model.unigram_nll, valid),
+    )
     assert bigram.tokens == unigram.tokens
     assert bigram.nll < unigram.nll - 5 * unigram.stderr < math.log(prepared.vocab_size)

@@ -17,7 +17,9 @@ def test_the_tour_runs(tmp_path: Path) -> None:
 
     notebook = nbformat.read(ROOT / "docs" / "tour.ipynb", as_version=4)
     for cell in notebook.cells:  # fewer steps and rows: here it only has to run
-        cell.source = cell.source.replace("steps=100", "steps=4").replace("draws=4", "limit=4, draws=2")
+        cell.source = cell.source.replace("steps=100", "steps=4").replace(
+            "draws=4", "limit=4, draws=2"
+        )
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)

@@ -14,7 +14,10 @@ from adlm.likelihood import ORDERS, SCORES, estimate_nll, estimate_order_nll
 from adlm.models.language_model import LanguageModel
 from tests.world import TinyWorld, exact_law, random_model
 
-WORLDS = {2: TinyWorld(random_model(seed=39, length=2)), 3: TinyWorld(random_model(seed=113, positions="learned"))}
+WORLDS = {
+    2: TinyWorld(random_model(seed=39, length=2)),
+    3: TinyWorld(random_model(seed=113, positions="learned")),
+}
 DETERMINISTIC = [name for name in ORDERS if name != "random"]
 
 
@@ -47,7 +50,9 @@ SAMPLERS: list[tuple[Order, int | None, str]] = [  # sampler, block, order
 def test_it_is_the_law_of_the_sampler(sampler: Order, block: int | None, order: str) -> None:
     world = WORLDS[3]
     law = exact_law(world, sampler, block=block)[world.texts]
-    torch.testing.assert_close((-nats(world.model, texts(world), order)).exp(), law, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        (-nats(world.model, texts(world), order)).exp(), law, atol=1e-6, rtol=1e-5
+    )
 
 
 def nats_of_permutations(world: TinyWorld) -> Tensor:
@@ -69,19 +74,27 @@ def test_a_random_order_is_a_bound_from_above(length: int) -> None:
     world = WORLDS[length]
     model, rows = world.model, texts(world)
     each = nats_of_permutations(world)
-    torch.testing.assert_close(nats(model, rows, "left_to_right"), each[0].double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        nats(model, rows, "left_to_right"), each[0].double(), rtol=1e-5, atol=0
+    )
     expected, mixture = each.mean(0), -exact_law(world, first_hitting())[world.texts].log()
     assert (expected >= mixture - 1e-5).all() and float((expected - mixture).max()) > 1e-3
     bound = estimate_order_nll(model, rows, "random", draws=100, batch=1000)
     assert bound.noise_stderr is not None and 0 < bound.noise_stderr < 0.05 and bound.draws == 100
     assert abs(bound.nll - float(expected.mean()) / length) < 4 * bound.noise_stderr
     assert bound.nll > float(mixture.mean()) / length
-    assert estimate_order_nll(model, rows, "random", seed=1).nll != estimate_order_nll(model, rows, "random").nll
+    assert (
+        estimate_order_nll(model, rows, "random", seed=1).nll
+        != estimate_order_nll(model, rows, "random").nll
+    )
 
 
 def test_the_error_from_noise_is_the_spread_over_permutations() -> None:
     world = WORLDS[3]
-    bounds = [estimate_order_nll(world.model, texts(world), "random", draws=8, seed=seed) for seed in range(40)]
+    bounds = [
+        estimate_order_nll(world.model, texts(world), "random", draws=8, seed=seed)
+        for seed in range(40)
+    ]
     spread = float(torch.tensor([bound.nll for bound in bounds]).std())
     assert sum(bound.noise_stderr or 0 for bound in bounds) / 40 == pytest.approx(spread, rel=0.3)
     assert estimate_order_nll(world.model, texts(world), "random").noise_stderr is None
@@ -115,7 +128,9 @@ def test_batch_padding_and_neighbours_change_nothing(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_marks_are_given_and_not_counted(order: str) -> None:
-    bound, everything = (estimate_order_nll(MODEL, padded(), order, given_tokens=given) for given in ((0, 1), ()))
+    bound, everything = (
+        estimate_order_nll(MODEL, padded(), order, given_tokens=given) for given in ((0, 1), ())
+    )
     assert bound.tokens == int((LENGTHS - 2).sum()) and everything.tokens == int(LENGTHS.sum())
     assert bound.nll * bound.tokens < everything.nll * everything.tokens
 
@@ -135,13 +150,17 @@ def test_the_first_score_wins_and_ties_go_to_the_left() -> None:
         model.head.bias.copy_(torch.linspace(0, 1, 20))
     for order in SCORES:
         assert torch.equal(nats(model, padded(), order), nats(model, padded(), order, batch=2))
-        torch.testing.assert_close(nats(model, padded(), order), nats(model, padded(), "left_to_right"))
+        torch.testing.assert_close(
+            nats(model, padded(), order), nats(model, padded(), "left_to_right")
+        )
 
 
 def test_time_is_the_masked_share() -> None:
     world = TinyWorld(random_model("mdlm", seed=5, time_conditioning=True))
     for order in DETERMINISTIC:
-        assert float((-nats(world.model, texts(world), order)).exp().sum()) == pytest.approx(1, abs=1e-5)
+        assert float((-nats(world.model, texts(world), order)).exp().sum()) == pytest.approx(
+            1, abs=1e-5
+        )
 
 
 def test_a_random_order_is_the_nelbo_in_expectation() -> None:
@@ -155,7 +174,9 @@ def test_a_random_order_is_the_nelbo_in_expectation() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="unknown order 'sideways': expected one of left_to_right, confidence"):
+    with pytest.raises(
+        ValueError, match="unknown order 'sideways': expected one of left_to_right, confidence"
+    ):
         estimate_order_nll(MODEL, ROWS, "sideways")
     with pytest.raises(ValueError, match="exact already"):
         estimate_order_nll(random_model("ar"), ROWS, "confidence")

@@ -30,7 +30,12 @@ class PretendedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "PretendedTensor":
         tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=CPU, requires_grad=False
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=CPU,
+            requires_grad=False,
         )
         tensor.inner = inner
         return tensor
@@ -57,14 +62,25 @@ class PretendedApi(TorchFunctionMode):
 
         kwargs = kwargs or {}
         if args and isinstance(args[0], PretendedTensor):
-            is_copied = func is torch.Tensor.to and CPU in (*map(str_to_device, args[1:]), *kwargs.values())
+            is_copied = func is torch.Tensor.to and CPU in (
+                *map(str_to_device, args[1:]),
+                *kwargs.values(),
+            )
             if func in (torch.Tensor.cpu, torch.Tensor.tolist) or is_copied:
                 return func(args[0].inner.clone(), *args[1:], **kwargs)
-        if func in (torch.device, torch._C._nn._parse_to) or not any(map(is_mps, (*args, *kwargs.values()))):
+        if func in (torch.device, torch._C._nn._parse_to) or not any(
+            map(is_mps, (*args, *kwargs.values()))
+        ):
             return func(*args, **kwargs)
         args = [CPU if is_mps(each) else each for each in args]
-        result = func(*args, **{name: CPU if is_mps(each) else each for name, each in kwargs.items()})
-        return make_pretended(result.clone(), func.__name__) if isinstance(result, torch.Tensor) else result
+        result = func(
+            *args, **{name: CPU if is_mps(each) else each for name, each in kwargs.items()}
+        )
+        return (
+            make_pretended(result.clone(), func.__name__)
+            if isinstance(result, torch.Tensor)
+            else result
+        )
 
 
 class PretendedMps(TorchDispatchMode):
@@ -100,7 +116,11 @@ def run_on_mps(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return value
         if id(value) in wrapped:
             return wrapped[id(value)]
-        is_here = is_device if is_device is not None else bool(wrapped) and all(value is not each for each in plain)
+        is_here = (
+            is_device
+            if is_device is not None
+            else bool(wrapped) and all(value is not each for each in plain)
+        )
         return make_pretended(value, name) if is_here else value
 
     return tree_map(wrap, result)
@@ -135,19 +155,31 @@ def test_the_pretended_device_refuses_what_the_real_one_does(mps: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(0.5, 5), SamplingParams(0)]
+    "params",
+    [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(0.5, 5), SamplingParams(0)],
 )
 def test_tokens_are_drawn_on_the_host(mps: None, params: SamplingParams) -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     u = torch.linspace(0, 0.99, 7, dtype=torch.float64)
     drawn = draw(logits.to("mps"), u, params)
-    assert drawn.tokens.device == MPS and drawn.tokens.cpu().tolist() == draw(logits, u, params).tokens.tolist()
+    assert (
+        drawn.tokens.device == MPS
+        and drawn.tokens.cpu().tolist() == draw(logits, u, params).tokens.tolist()
+    )
 
 
 def tiny_model(method: str) -> adlm.LanguageModel:
-    sizes: dict[str, Any] = {"dim": 16, "heads": 2, "denoiser_layers": 1, "length": 12, "dropout": 0.0}
+    sizes: dict[str, Any] = {
+        "dim": 16,
+        "heads": 2,
+        "denoiser_layers": 1,
+        "length": 12,
+        "dropout": 0.0,
+    }
     layers = {"anchor_layers": 1 if METHODS[method].two_stages else 0}
-    model = adlm.LanguageModel(build_config(method, "nano", vocab_size=40, mask_id=39, **sizes, **layers), seed=1)
+    model = adlm.LanguageModel(
+        build_config(method, "nano", vocab_size=40, mask_id=39, **sizes, **layers), seed=1
+    )
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():  # heads begin as zero
         for parameter in model.parameters():
@@ -163,7 +195,12 @@ def sample(method: str, sampler: Any, device: str) -> list[list[int]]:
     predictor = adlm.compile_for_sampling(tiny_model(method), device)
     assert predictor.head[0].device == predictor.model.embed.weight.device == torch.device(device)
     frames = adlm.stream_tokens(
-        predictor, xt, None if is_causal else sampler, seed=3, is_fixed=is_fixed, sampling=SamplingParams(top_p=0.9)
+        predictor,
+        xt,
+        None if is_causal else sampler,
+        seed=3,
+        is_fixed=is_fixed,
+        sampling=SamplingParams(top_p=0.9),
     )
     *_, frame = frames
     return list(frame.tokens.cpu().tolist())
@@ -205,7 +242,9 @@ def test_signals_that_windows_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch
     assert guard.EXIT_CODES == {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
-def test_the_command_line_starts_without_the_signals_that_windows_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_starts_without_the_signals_that_windows_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     handled: list[int] = []
     monkeypatch.setattr(sys, "argv", ["adlm", "train"])
     monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(number))
@@ -220,5 +259,8 @@ def test_where_files_cannot_be_locked_the_error_says_what_to_use(
 ) -> None:
     path = tmp_path / ".lock"
     monkeypatch.setattr(os, "name", "nt")
-    with pytest.raises(OSError, match=r"cannot be locked.*on Windows, in WSL"), shards.file_lock(path, ""):
+    with (
+        pytest.raises(OSError, match=r"cannot be locked.*on Windows, in WSL"),
+        shards.file_lock(path, ""),
+    ):
         pytest.fail("the folder is not locked")

@@ -29,12 +29,22 @@ def test_installed_from_a_wheel_an_extra_is_its_packages(tmp_path: Path) -> None
 
 
 def test_no_page_and_no_message_installs_by_a_name_that_no_index_has() -> None:
-    pages = [CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md"), *(CHECKOUT / "adlm").rglob("*.py")]
-    assert [page for page in pages if re.search(r"adlm\[|install adlm\b(?! again)", page.read_text("utf-8"))] == []
+    pages = [
+        CHECKOUT / "README.md",
+        *(CHECKOUT / "docs").rglob("*.md"),
+        *(CHECKOUT / "adlm").rglob("*.py"),
+    ]
+    assert [
+        page
+        for page in pages
+        if re.search(r"adlm\[|install adlm\b(?! again)", page.read_text("utf-8"))
+    ] == []
 
 
 def test_the_closest_names_are_suggested() -> None:
-    assert suggest_names("remask_lop", ["ancestral", "remask_loop"]) == " (did you mean remask_loop?)"
+    assert (
+        suggest_names("remask_lop", ["ancestral", "remask_loop"]) == " (did you mean remask_loop?)"
+    )
     assert suggest_names("ADLM-Prose", ["adlm-prose"]) == " (did you mean adlm-prose?)"
     assert suggest_names("nonsense", ["ancestral"]) == ""
     expected = r"unknown sampler 'ancestrall' \(did you mean ancestral\?\): expected one of ancestral, margin"

@@ -20,7 +20,9 @@ FOLDER = ROOT / "docs" / "theory"
 
 
 def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sample_complexity", FOLDER / "sample_complexity.py")
+    spec = importlib.util.spec_from_file_location(
+        "sample_complexity", FOLDER / "sample_complexity.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -61,15 +63,22 @@ def draw_case(states=3, length=3, parents=1, samples=11, seed=5):
 
 
 def test_gaps_by_hand_for_two_bits():
-    truth, counts = np.array([[0.4, 0.1], [0.2, 0.3]])[..., None], np.array([[3, 1], [0, 2]])[None, ..., None]
+    truth, counts = (
+        np.array([[0.4, 0.1], [0.2, 0.3]])[..., None],
+        np.array([[3, 1], [0, 2]])[None, ..., None],
+    )
     ar = script.build_ordered(2, [(), ()])["ar"]
     first = 0.5 * math.log(0.5 / (4.5 / 7)) + 0.5 * math.log(0.5 / (2.5 / 7))
     second = 0.4 * math.log(0.8 / (3.5 / 5)) + 0.1 * math.log(0.2 / (1.5 / 5))
     second += 0.2 * math.log(0.4 / (0.5 / 3)) + 0.3 * math.log(0.6 / (2.5 / 3))
     assert ar.compute_gap(ar.prepare(truth), counts) == pytest.approx(first + second, abs=1e-12)
-    alone = script.build_ordered(2, [(), ()])["anchored"]  # no parents: q(x_2) is 3.5/7 for either token
+    alone = script.build_ordered(2, [(), ()])[
+        "anchored"
+    ]  # no parents: q(x_2) is 3.5/7 for either token
     marginal = 0.6 * math.log(0.6 / 0.5) + 0.4 * math.log(0.4 / 0.5)
-    assert alone.compute_gap(alone.prepare(truth), counts) == pytest.approx(first + marginal, abs=1e-12)
+    assert alone.compute_gap(alone.prepare(truth), counts) == pytest.approx(
+        first + marginal, abs=1e-12
+    )
 
 
 def test_ar_and_anchored_gaps_are_divergences_of_joint_laws():
@@ -78,9 +87,13 @@ def test_ar_and_anchored_gaps_are_divergences_of_joint_laws():
         estimator = script.build_ordered(3, graph)[name]
         divergence = 0.0
         for x in product(range(3), repeat=3):
-            q = math.prod(naive_conditional(drawn, child, visible[child], x, 3) for child in range(3))
+            q = math.prod(
+                naive_conditional(drawn, child, visible[child], x, 3) for child in range(3)
+            )
             divergence += truth[(*x, 0)] * math.log(truth[(*x, 0)] / q)
-        assert estimator.compute_gap(estimator.prepare(truth), counts) == pytest.approx(divergence, rel=1e-9)
+        assert estimator.compute_gap(estimator.prepare(truth), counts) == pytest.approx(
+            divergence, rel=1e-9
+        )
 
 
 def test_the_diffusion_gap_is_the_mean_over_orders():
@@ -94,7 +107,9 @@ def test_the_diffusion_gap_is_the_mean_over_orders():
     estimators = script.build_masked(3, 3)
     repeated = np.repeat(counts, len(estimators["diffusion"].mask_probs), axis=0)
     for estimator, seen in ((estimators["diffusion"], repeated), (estimators["all_masks"], counts)):
-        assert estimator.compute_gap(estimator.prepare(truth), seen) == pytest.approx(sum(gaps) / 6, rel=1e-9)
+        assert estimator.compute_gap(estimator.prepare(truth), seen) == pytest.approx(
+            sum(gaps) / 6, rel=1e-9
+        )
 
 
 def test_diffusion_reads_each_table_from_its_own_mask():
@@ -112,7 +127,9 @@ def test_diffusion_reads_each_table_from_its_own_mask():
     assert sum(shares) == pytest.approx(float(untrained[0]), rel=1e-6)
 
 
-@pytest.mark.parametrize(("states", "length", "parents"), [(2, 3, 1), (3, 4, 2), (4, 3, 1), (2, 6, 3)])
+@pytest.mark.parametrize(
+    ("states", "length", "parents"), [(2, 3, 1), (3, 4, 2), (4, 3, 1), (2, 6, 3)]
+)
 def test_numbers_of_parameters_and_predictions(states, length, parents):
     _, graph = script.draw_network(np.random.default_rng(0), states, length, parents, 1.0, 1)
     assert [len(visible) for visible in graph] == [min(i, parents) for i in range(length)]
@@ -120,7 +137,11 @@ def test_numbers_of_parameters_and_predictions(states, length, parents):
     estimators = script.build_ordered(states, graph) | script.build_masked(states, length)
     free = {name: estimator.free_parameters for name, estimator in estimators.items()}
     assert free["ar"] == states**length - 1
-    assert free["diffusion"] == free["all_masks"] == length * (states - 1) * (states + 1) ** (length - 1)
+    assert (
+        free["diffusion"]
+        == free["all_masks"]
+        == length * (states - 1) * (states + 1) ** (length - 1)
+    )
     assert free["anchored"] == sum((states - 1) * states ** min(i, parents) for i in range(length))
     predicted = {name: estimator.predict_samples() for name, estimator in estimators.items()}
     assert sum(estimators["diffusion"].mask_probs) == pytest.approx(1)
@@ -142,7 +163,9 @@ def test_n_star_is_where_the_mean_gap_is_reached(monkeypatch):
     estimator = script.build_ordered(3, graph)["ar"]
     n_star, error = script.find_samples(estimator, truth, rng)
     assert error < 0.05 * n_star
-    counts = np.stack([rng.multinomial(round(n_star), p / p.sum()) for p in truth.reshape(27, -1).T], axis=-1)
+    counts = np.stack(
+        [rng.multinomial(round(n_star), p / p.sum()) for p in truth.reshape(27, -1).T], axis=-1
+    )
     gaps = estimator.compute_gap(estimator.prepare(truth), counts.reshape(1, *truth.shape))
     assert gaps.mean() == pytest.approx(script.GAP, abs=5 * gaps.std() / math.sqrt(400))
     monkeypatch.setattr(script, "FIRST_SAMPLES", 10_000)
@@ -194,18 +217,27 @@ def test_a_point_of_the_committed_results_is_reproduced():
 
 
 def test_the_committed_results_support_the_page():
-    kinds = [(p["concentration"], p["states"], p["length"], p["parents"]) for p in RESULTS["points"]]
-    assert sorted(kinds) == sorted((c, *point) for c in script.CONCENTRATIONS for point in script.POINTS)
+    kinds = [
+        (p["concentration"], p["states"], p["length"], p["parents"]) for p in RESULTS["points"]
+    ]
+    assert sorted(kinds) == sorted(
+        (c, *point) for c in script.CONCENTRATIONS for point in script.POINTS
+    )
     assert RESULTS["toy"] == script.round_numbers(script.compute_toy())
     page = (ROOT / "docs" / "theory.md").read_text("utf-8")
     for concentration in script.CONCENTRATIONS:
-        fits = script.fit_points([p for p in RESULTS["points"] if p["concentration"] == concentration])
+        fits = script.fit_points(
+            [p for p in RESULTS["points"] if p["concentration"] == concentration]
+        )
         for name, fit in RESULTS["fits"][str(concentration)].items():
             assert fit["slope"] == pytest.approx(list(fits[name]["slope"]), abs=1e-3)
             assert "{:.3f} ± {:.3f}".format(*fit["slope"]) in page
             if name in script.CLAIMED:
                 assert abs(fit["slope"][0] - 1) <= 0.1
-        assert "{:.3f} ± {:.3f}".format(*RESULTS["long_fits"][str(concentration)]["ar"]["slope"]) in page
+        assert (
+            "{:.3f} ± {:.3f}".format(*RESULTS["long_fits"][str(concentration)]["ar"]["slope"])
+            in page
+        )
 
 
 def test_the_bound_holds_for_every_text():
@@ -223,4 +255,6 @@ def test_the_bound_holds_for_every_text():
 def test_the_plot_is_drawn(tmp_path):
     script.draw_plot(RESULTS, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text("utf-8")
-    assert all(words in text for words in ("free parameters", "diffusion: slope", "n* / the paper's order"))
+    assert all(
+        words in text for words in ("free parameters", "diffusion: slope", "n* / the paper's order")
+    )

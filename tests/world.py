@@ -31,10 +31,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **changes: object) -> LanguageModel:
+def random_model(
+    method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **changes: object
+) -> LanguageModel:
     """A small model in which nothing is zero: predictions are not uniform and differ by context."""
     shape = METHODS[method]
-    small: dict = {"vocab_size": 4, "mask_id": 3, "dim": 8, "heads": 2, "denoiser_layers": 1, "length": 3}
+    small: dict = {
+        "vocab_size": 4,
+        "mask_id": 3,
+        "dim": 8,
+        "heads": 2,
+        "denoiser_layers": 1,
+        "length": 3,
+    }
     small |= {"anchor_layers": int(shape.two_stages), "dropout": 0.0, "bridge": "factored"}
     small |= {} if shape.is_causal else {"cond_dim": 8}
     config = build_config(method, "nano", **(small | changes))
@@ -78,7 +87,9 @@ def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The probabilities (N, V) that `draw` draws from, in float64."""
     if params.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    probs, ids, _ = find_candidates(apply_temperature(logits, params.temperature), params, logits.shape[-1])
+    probs, ids, _ = find_candidates(
+        apply_temperature(logits, params.temperature), params, logits.shape[-1]
+    )
     return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, ids, probs)
 
 
@@ -125,13 +136,19 @@ class TinyWorld:
         with torch.no_grad():
             anchor, final = self.model.log_probs(self.states, level)
         # Normalized once more: a float32 softmax sums to 1 only to 1e-7.
-        return None if anchor is None else anchor.double().log_softmax(-1), final.double().log_softmax(-1)
+        return None if anchor is None else anchor.double().log_softmax(
+            -1
+        ), final.double().log_softmax(-1)
 
-    def probs(self, level: float | Tensor | None = None, sampling: SamplingParams | None = None) -> Tensor:
+    def probs(
+        self, level: float | Tensor | None = None, sampling: SamplingParams | None = None
+    ) -> Tensor:
         """What every state predicts for every position, after temperature, top-k and top-p."""
         probs = self.log_probs(level)[1].exp()
         return (
-            torch.stack([torch.stack([filter_probs(p, sampling) for p in row]) for row in probs]) if sampling else probs
+            torch.stack([torch.stack([filter_probs(p, sampling) for p in row]) for row in probs])
+            if sampling
+            else probs
         )
 
     def hidings(self, x0: Tensor) -> Tensor:
@@ -142,7 +159,10 @@ class TinyWorld:
     def windows(self, is_free: Tensor, block: int | None) -> list[list[int]]:
         """The free positions of each block."""
         size = block or self.length
-        return [[i for i in range(s, min(s + size, self.length)) if is_free[i]] for s in range(0, self.length, size)]
+        return [
+            [i for i in range(s, min(s + size, self.length)) if is_free[i]]
+            for s in range(0, self.length, size)
+        ]
 
 
 def filter_probs(probs: Tensor, sampling: SamplingParams) -> Tensor:
@@ -155,7 +175,11 @@ def filter_probs(probs: Tensor, sampling: SamplingParams) -> Tensor:
     kept, mass = [], 0.0
     for i in ranked:
         after = mass + weights[i] / whole
-        if kept and (mass >= sampling.top_p if sampling.nucleus == "usual" else after > sampling.top_p + 1e-12):
+        if kept and (
+            mass >= sampling.top_p
+            if sampling.nucleus == "usual"
+            else after > sampling.top_p + 1e-12
+        ):
             break
         kept.append(i)
         mass = after
@@ -175,7 +199,12 @@ def ancestral_law(world: TinyWorld, steps: int) -> Tensor:
 
 
 def plan_law(
-    world: TinyWorld, plan: Plan, sampling: SamplingParams, start: Tensor, is_free: Tensor, block: int | None
+    world: TinyWorld,
+    plan: Plan,
+    sampling: SamplingParams,
+    start: Tensor,
+    is_free: Tensor,
+    block: int | None,
 ) -> Tensor:
     """The law (S,) of what a plan leaves behind, through every transition of every position.
 
@@ -189,8 +218,12 @@ def plan_law(
         if is_fill := step == len(plan):
             sigma, reveal, table = 0.0, 1.0, world.probs(0.0, fill)
         else:
-            alpha_t, alpha_s, sigma = (float(x[step]) for x in (plan.alpha_t, plan.alpha_s, plan.remask_prob))
-            kept = alpha_t if plan.by_confidence else (1 - sigma) * alpha_t  # conf remasks by its own shares
+            alpha_t, alpha_s, sigma = (
+                float(x[step]) for x in (plan.alpha_t, plan.alpha_s, plan.remask_prob)
+            )
+            kept = (
+                alpha_t if plan.by_confidence else (1 - sigma) * alpha_t
+            )  # conf remasks by its own shares
             reveal = min(1.0, max(0.0, (alpha_s - kept) / (1 - alpha_t)))
             table = world.probs(float(plan.noise_level[step]), sampling)
         after: dict = defaultdict(float)
@@ -203,20 +236,34 @@ def plan_law(
                 if i not in free or (is_fill and i in visible):
                     choices.append([(tokens[i], drawn_with[i], 1.0)])
                 elif i in visible:
-                    remask = sigma * math.exp(-drawn_with[i]) / doubt if plan.by_confidence else sigma
-                    choices.append([(tokens[i], drawn_with[i], 1 - remask), (world.mask, 0.0, remask)])
+                    remask = (
+                        sigma * math.exp(-drawn_with[i]) / doubt if plan.by_confidence else sigma
+                    )
+                    choices.append(
+                        [(tokens[i], drawn_with[i], 1 - remask), (world.mask, 0.0, remask)]
+                    )
                 else:
-                    drawn = [(v, p if plan.by_confidence else 0.0, reveal * p) for v, p in enumerate(probs[i])]
+                    drawn = [
+                        (v, p if plan.by_confidence else 0.0, reveal * p)
+                        for v, p in enumerate(probs[i])
+                    ]
                     choices.append([*drawn, (world.mask, 0.0, 1 - reveal)])
             for combination in itertools.product(*choices):
                 chance = mass * math.prod(c[2] for c in combination)
                 if chance > 0:
-                    after[tuple(c[0] for c in combination), tuple(c[1] for c in combination)] += chance
+                    after[tuple(c[0] for c in combination), tuple(c[1] for c in combination)] += (
+                        chance
+                    )
         here = after
-    return sum((mass * world.point(torch.tensor(tokens)) for (tokens, _), mass in here.items()), 0 * world.point())
+    return sum(
+        (mass * world.point(torch.tensor(tokens)) for (tokens, _), mass in here.items()),
+        0 * world.point(),
+    )
 
 
-def choose_positions(order: Order, probs: list[list[float]], hidden: list[int], step: int) -> list[int]:
+def choose_positions(
+    order: Order, probs: list[list[float]], hidden: list[int], step: int
+) -> list[int]:
     """The hidden positions that a scored order reveals next."""
     ordered = {i: sorted(probs[i], reverse=True) for i in hidden}
     entropies = {i: -sum(p * math.log(p) for p in ordered[i] if p > 0) for i in hidden}
@@ -238,7 +285,12 @@ def choose_positions(order: Order, probs: list[list[float]], hidden: list[int], 
 
 
 def order_law(
-    world: TinyWorld, order: Order, sampling: SamplingParams, start: Tensor, is_free: Tensor, block: int | None
+    world: TinyWorld,
+    order: Order,
+    sampling: SamplingParams,
+    start: Tensor,
+    is_free: Tensor,
+    block: int | None,
 ) -> Tensor:
     """The law (S,) of ordered unmasking: all orders and all tokens, one reveal after the other."""
     plain, filtered = world.probs().tolist(), world.probs(sampling=sampling).tolist()
@@ -257,10 +309,16 @@ def order_law(
                 for chosen in sets:
                     for tokens in itertools.product(range(world.vocab), repeat=len(chosen)):
                         new = dict(zip(chosen, tokens, strict=True))
-                        if (chance := math.prod(filtered[number][i][v] for i, v in new.items())) > 0:
-                            after[tuple(new.get(i, v) for i, v in enumerate(state))] += mass * chance / len(sets)
+                        if (
+                            chance := math.prod(filtered[number][i][v] for i, v in new.items())
+                        ) > 0:
+                            after[tuple(new.get(i, v) for i, v in enumerate(state))] += (
+                                mass * chance / len(sets)
+                            )
             here, step = after, step + 1
-    return sum((mass * world.point(torch.tensor(state)) for state, mass in here.items()), 0 * world.point())
+    return sum(
+        (mass * world.point(torch.tensor(state)) for state, mass in here.items()), 0 * world.point()
+    )
 
 
 def exact_law(
@@ -285,7 +343,10 @@ def chi_square_p(counts: Tensor, law: Tensor) -> float:
     assert not counts[law <= 0].any(), "something impossible was drawn"
     expected = law * counts.sum()
     is_common = expected >= 5
-    seen, mean = (torch.cat([x[is_common].double(), x[~is_common].sum()[None].double()]) for x in (counts, expected))
+    seen, mean = (
+        torch.cat([x[is_common].double(), x[~is_common].sum()[None].double()])
+        for x in (counts, expected)
+    )
     seen, mean = seen[mean > 1e-3], mean[mean > 1e-3]
     assert len(seen) > 1, "a law with one outcome has nothing to test"
     statistic, freedom = ((seen - mean) ** 2 / mean).sum(), torch.tensor(len(seen) - 1.0).double()

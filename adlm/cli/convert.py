@@ -16,7 +16,10 @@ TOKENIZER_HELP = "Tokenizer the model was trained with. [default: by its name or
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
-    out: Annotated[Path, typer.Option(help="New folder for the model; with --to lightning a .ckpt or its folder.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="New folder for the model; with --to lightning a .ckpt or its folder."),
+    ],
     to: Annotated[Literal["lightning"] | None, typer.Option(help=TO_HELP)] = None,
     is_ema: Annotated[bool | None, typer.Option("--ema/--raw", help=EMA_HELP)] = None,
     tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None,
@@ -40,16 +43,33 @@ def convert(
         if is_lineage(found):
             loaded, weights = load_lineage(found, weights=weights, tokenizer=tokenizer)
         elif to is None or weights or tokenizer:
-            raise ValueError(f"{source} is a model folder of adlm already: the only conversion of it is --to lightning")
+            raise ValueError(
+                f"{source} is a model folder of adlm already: the only conversion of it is --to lightning"
+            )
         else:
             loaded, weights = load_model(found), "for inference"
-        written = write_lightning(loaded, path) if to else export_model(loaded, path, is_quantized=False)
+        written = (
+            write_lightning(loaded, path) if to else export_model(loaded, path, is_quantized=False)
+        )
         if to and loaded.tokenizer is not None:
-            status_console().print("warning: a .ckpt has no tokenizer; give --tokenizer when you convert it back")
+            status_console().print(
+                "warning: a .ckpt has no tokenizer; give --tokenizer when you convert it back"
+            )
     config = loaded.model.config
-    summary: dict[str, object] = {"out": str(written), "method": loaded.method, "weights": weights, "step": loaded.step}
-    summary |= {"parameters": count_parameters(config), "layers": [config.anchor_layers, config.denoiser_layers]}
-    summary |= {name: getattr(config, name) for name in ("dim", "heads", "length", "vocab_size", "time_conditioning")}
+    summary: dict[str, object] = {
+        "out": str(written),
+        "method": loaded.method,
+        "weights": weights,
+        "step": loaded.step,
+    }
+    summary |= {
+        "parameters": count_parameters(config),
+        "layers": [config.anchor_layers, config.denoiser_layers],
+    }
+    summary |= {
+        name: getattr(config, name)
+        for name in ("dim", "heads", "length", "vocab_size", "time_conditioning")
+    }
     summary["tokenizer"] = None if loaded.tokenizer is None else loaded.tokenizer.name
     if is_json:
         print_json(summary)
@@ -61,10 +81,18 @@ def convert(
 def export(
     out: Annotated[Path, typer.Option(help="Output folder; must not exist or be empty.")],
     model: options.ModelArgument = None,
-    dtype: Annotated[str, typer.Option(help="Data type of the weights: float32 or bfloat16.")] = "float32",
-    report: Annotated[Path | None, typer.Option(help="Folder of a report with metrics for the card.")] = None,
-    push_to: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hub.")] = None,
-    is_public: Annotated[bool, typer.Option("--public", help="Make a new repository on the Hub public.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of the weights: float32 or bfloat16.")
+    ] = "float32",
+    report: Annotated[
+        Path | None, typer.Option(help="Folder of a report with metrics for the card.")
+    ] = None,
+    push_to: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hub.")
+    ] = None,
+    is_public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository on the Hub public.")
+    ] = False,
     is_json: options.Json = False,
 ) -> None:
     """Export a model to a folder that transformers, diffusers (masked models) and adlm load."""
@@ -73,12 +101,22 @@ def export(
         from adlm.remedies import import_extra
         from adlm.text.lm import load
 
-        huggingface = import_extra("adlm.interop.huggingface", "adlm export needs transformers", "hf")
-        folder = huggingface.export(load(model or DEFAULT, device="cpu"), out, dtype=dtype, report=report)
-        address = None if push_to is None else huggingface.push_to_hub(folder, push_to, is_private=not is_public)
+        huggingface = import_extra(
+            "adlm.interop.huggingface", "adlm export needs transformers", "hf"
+        )
+        folder = huggingface.export(
+            load(model or DEFAULT, device="cpu"), out, dtype=dtype, report=report
+        )
+        address = (
+            None
+            if push_to is None
+            else huggingface.push_to_hub(folder, push_to, is_private=not is_public)
+        )
     if is_json:
         print_json({"folder": str(folder), "dtype": dtype, "address": address})
         return
-    typer.echo(f"{folder}: load it with transformers or diffusers (trust_remote_code=True) or adlm.load")
+    typer.echo(
+        f"{folder}: load it with transformers or diffusers (trust_remote_code=True) or adlm.load"
+    )
     if address is not None:
         typer.echo(address)

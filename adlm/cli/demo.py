@@ -18,29 +18,50 @@ if TYPE_CHECKING:
 PROMPT, TEMPLATE = "The old man ", "The ___ sat by the window, and ___{4} the rain."
 LENGTH, STEPS, TOP_P = 64, 128, 0.8
 PAUSE = 0.04  # seconds between frames on a terminal
-PAGE, FOLDERS = "demo.html", ("data", "data-init", "from-scratch", "fine-tuned")  # in the output folder
+PAGE, FOLDERS = (
+    "demo.html",
+    ("data", "data-init", "from-scratch", "fine-tuned"),
+)  # in the output folder
 SETTINGS: dict[str, Any] = {"device": "cpu", "log.every": 1}
 SETTINGS |= {"checkpoint.every": 10**9, "valid.every": 10**9}  # saved and validated only at the end
 # From scratch: a small vocabulary and short rows. Fine-tuned: the vocabulary and rows of the bundled model.
 SCRATCH: dict[str, Any] = {"ema": 0.95, "valid.draws": 4}
-FINE_TUNE: dict[str, Any] = {"batch": 4, "ema": 0.9, "valid.draws": 2, "valid.rows": 32, "optimizer.warmup": 5}
+FINE_TUNE: dict[str, Any] = {
+    "batch": 4,
+    "ema": 0.9,
+    "valid.draws": 2,
+    "valid.rows": 32,
+    "optimizer.warmup": 5,
+}
 FINE_TUNE_SHARE = 20  # steps from scratch for one step of fine-tuning
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps from scratch, 20 for each of fine-tuning.")] = 600,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order, noise and samples.")] = 1,
-    out: Annotated[Path, typer.Option(help="Output folder for the page and both runs.")] = Path("adlm-demo"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the runs of an earlier demo.")] = False,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps from scratch, 20 for each of fine-tuning.")
+    ] = 600,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of weights, data order, noise and samples.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="Output folder for the page and both runs.")] = Path(
+        "adlm-demo"
+    ),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the runs of an earlier demo.")
+    ] = False,
     is_json: options.Json = False,
 ) -> dict[str, Any]:
     """Watch the bundled model infill and generate, train and fine-tune on a novel, and keep the runs. Uses the CPU."""
     check_output_folder("--out", out)
     if out.is_dir() and any(out.iterdir()) and not (out / PAGE).is_file():
-        raise ValueError(f"--out {out} holds other files: give a new folder, or one of an earlier demo")
+        raise ValueError(
+            f"--out {out} holds other files: give a new folder, or one of an earlier demo"
+        )
     earlier = [out / name for name in FOLDERS if (out / name).exists()]
     if earlier and not overwrite:
-        raise ValueError(f"--out {out} has runs of an earlier demo: give a new folder, or --overwrite")
+        raise ValueError(
+            f"--out {out} has runs of an earlier demo: give a new folder, or --overwrite"
+        )
     for folder in earlier:
         shutil.rmtree(folder)
     with json_stdout(is_json):
@@ -66,7 +87,9 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
     console.print("   " + TEMPLATE, style="dim", markup=False)
     *_, filled = lm.stream(template=TEMPLATE, n=3, seed=seed)
     for row in range(3):
-        console.print("  ", draw_frame(filled.trajectory_frame(row), show_guesses=False), soft_wrap=True)
+        console.print(
+            "  ", draw_frame(filled.trajectory_frame(row), show_guesses=False), soft_wrap=True
+        )
 
     console.print("\n[bold]2 · Generate.[/] All tokens of a text are denoised together:")
     settings: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS, "top_p": TOP_P}
@@ -74,20 +97,38 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
     frames = (step.trajectory_frame() for step in lm.stream_request(request, guesses=3))
     title, pause = f"{lm.name} · {request.settings['sampler']}", PAUSE if console.is_terminal else 0
     (seen,) = watch([frames], [title], console, steps=[request.steps], pause=pause)
-    trajectories = [lm.build_trajectory(seen, request, title=title, seconds=time.perf_counter() - sampling_began)]
+    trajectories = [
+        lm.build_trajectory(
+            seen, request, title=title, seconds=time.perf_counter() - sampling_began
+        )
+    ]
 
     make_folder(out)
-    trajectories.append(lm.record(PROMPT, title=f"{lm.name} · ancestral", sampler="ancestral", **settings))
+    trajectories.append(
+        lm.record(PROMPT, title=f"{lm.name} · ancestral", sampler="ancestral", **settings)
+    )
     page = write_player(trajectories, out / PAGE, title="Two samplers on one seed")
     runs = train_models(out, console, steps, seed)
-    console.print("\n[bold]4 · Play.[/] Two samplers with the same seed; play, step, and point at tokens:")
+    console.print(
+        "\n[bold]4 · Play.[/] Two samplers with the same seed; play, step, and point at tokens:"
+    )
     console.print(f"   open {page.resolve().as_uri()}", style="bold", markup=False, soft_wrap=True)
     seconds = time.perf_counter() - began
-    console.print(f"\nDone in {seconds:.0f} s. Both runs are in {out}. Sample from one:", markup=False, soft_wrap=True)
+    console.print(
+        f"\nDone in {seconds:.0f} s. Both runs are in {out}. Sample from one:",
+        markup=False,
+        soft_wrap=True,
+    )
     command = f'adlm sample {shlex.quote(str(out / "fine-tuned"))} --prompt "{PROMPT}"'
     console.print(f"   {command}", style="bold", markup=False, soft_wrap=True)
     valid = {name: run.valid for name, run in runs.items()}
-    return {"text": trajectories[0].text, "filled": filled.texts, "valid": valid, "page": page, "command": command}
+    return {
+        "text": trajectories[0].text,
+        "filled": filled.texts,
+        "valid": valid,
+        "page": page,
+        "command": command,
+    }
 
 
 def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict[str, "Run"]:
@@ -106,23 +147,37 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
         f"{DEFAULT}, fine-tuned for {fine_tune_steps}. A twentieth of the text is held out."
     )
     prepare(novel, out / "data", train_tokenizer=1024, length=64, valid_share=0.05)
-    prepared: dict[str, Any] = {"tokenizer": DEFAULT, "length": 256, "rows": "documents", "documents": "line"}
+    prepared: dict[str, Any] = {
+        "tokenizer": DEFAULT,
+        "length": 256,
+        "rows": "documents",
+        "documents": "line",
+    }
     prepare(novel, out / "data-init", valid_share=0.05, **prepared)
     shared, runs = SETTINGS | {"seed": seed}, {}
     for name, recipe, own in (
         ("from-scratch", "cpu-nano", {"data.path": out / "data", "steps": steps, **SCRATCH}),
-        ("fine-tuned", "fine-tune", {"data.path": out / "data-init", "steps": fine_tune_steps, **FINE_TUNE}),
+        (
+            "fine-tuned",
+            "fine-tune",
+            {"data.path": out / "data-init", "steps": fine_tune_steps, **FINE_TUNE},
+        ),
     ):
         run = runs[name] = train(recipe, **shared, **own, folder=out / name)
         if name == "from-scratch":
             records = read_metrics(run.folder / "metrics.jsonl")
-            console.print(draw_curve([each["train/loss"] for each in records if "train/loss" in each]), style="blue")
+            console.print(
+                draw_curve([each["train/loss"] for each in records if "train/loss" in each]),
+                style="blue",
+            )
         console.print(
             f"{name}: held-out perplexity ≤ {run.valid['val/ppl']:.1f}, of a unigram model of the same tokens "
             f"{run.valid['unigram/ppl']:.1f}. A sample:",
             style="bold",
             markup=False,
         )
-        text = load(run.folder, device="cpu").generate(PROMPT, length=40, seed=seed, steps=40, top_p=TOP_P)
+        text = load(run.folder, device="cpu").generate(
+            PROMPT, length=40, seed=seed, steps=40, top_p=TOP_P
+        )
         console.print(str(text), style="italic", markup=False, soft_wrap=True)
     return runs

@@ -20,13 +20,19 @@ from adlm.cli.output import json_stdout, print_json, print_table, status_console
 from adlm.remedies import install_command, list_requirements
 from adlm.view.console import SafeConsole
 
-MODULES = {"pillow": "PIL", "mauve-text": "mauve", "pytest-xdist": "xdist"}  # where the name is another
+MODULES = {
+    "pillow": "PIL",
+    "mauve-text": "mauve",
+    "pytest-xdist": "xdist",
+}  # where the name is another
 BROKEN = "broken: "
 REINSTALL = "install adlm again from its wheel or, in a checkout, git checkout adlm/weights"
 Section = dict[str, str]  # name -> version or state; of what is broken it begins with BROKEN
 MAX_CARD = 10_000  # characters of a model card that are searched for its first sentence
 SHOWN_HELP = "Bundled model, or folder of a run, a checkpoint or a model, to show. [default: the bundled models]"
-RecipeArgument = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]")]
+RecipeArgument = Annotated[
+    str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]")
+]
 ShownModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=SHOWN_HELP)]
 
 
@@ -39,8 +45,17 @@ def doctor(is_json: options.Json = False) -> None:
         models = {name: attempt(REINSTALL, check_model, name) for name in MODELS}
         gpus = attempt("reinstall torch and the GPU's driver", describe_gpus)
         devices = {"cpu": f"{os.cpu_count()} cores", "gpu": gpus}
-        sections: dict[str, Section] = {"packages": check_packages(), "devices": devices, "models": models}
-    problems = [name for section in sections.values() for name, text in section.items() if text.startswith(BROKEN)]
+        sections: dict[str, Section] = {
+            "packages": check_packages(),
+            "devices": devices,
+            "models": models,
+        }
+    problems = [
+        name
+        for section in sections.values()
+        for name, text in section.items()
+        if text.startswith(BROKEN)
+    ]
     if is_json:
         print_json({"ok": not problems, "problems": problems} | sections)
     else:
@@ -48,8 +63,13 @@ def doctor(is_json: options.Json = False) -> None:
         for title, section in sections.items():
             console.print(title, style="bold")
             for name, text in section.items():
-                console.print(f"  {name:<22}  {text}", style="red" if name in problems else None, markup=False)
-        console.print(f"{BROKEN}{', '.join(problems)}" if problems else "everything required works", markup=False)
+                console.print(
+                    f"  {name:<22}  {text}", style="red" if name in problems else None, markup=False
+                )
+        console.print(
+            f"{BROKEN}{', '.join(problems)}" if problems else "everything required works",
+            markup=False,
+        )
     raise typer.Exit(1 if problems else 0)
 
 
@@ -65,11 +85,15 @@ def check_packages() -> Section:
     """Check Python, adlm, its required packages, which must import, and those of its extras."""
     system = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     section = {"adlm": __version__, "python": system}
-    for extra, line in [(extra, line) for extra, lines in list_requirements().items() for line in lines]:
+    for extra, line in [
+        (extra, line) for extra, lines in list_requirements().items() for line in lines
+    ]:
         name = re.split(r"[^\w.-]", line)[0].lower().replace("_", "-")
         module = MODULES.get(name, name.replace("-", "_"))
         if not extra:
-            section[name] = attempt(f"pip install --force-reinstall {name}", import_package, name, module)
+            section[name] = attempt(
+                f"pip install --force-reinstall {name}", import_package, name, module
+            )
         elif find_spec(module):  # not imported: some are slow
             section[name] = metadata.version(name)
         else:
@@ -87,9 +111,16 @@ def describe_gpus() -> str:
     """List the devices that commands can use besides the CPU, with the version of CUDA."""
     import torch
 
-    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    names = [f"{device.name} ({device.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}" for device in devices]
-    names += ["mps (Apple GPU, for sampling and scoring)"] if torch.backends.mps.is_available() else []
+    devices = [
+        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
+    ]
+    names = [
+        f"{device.name} ({device.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
+        for device in devices
+    ]
+    names += (
+        ["mps (Apple GPU, for sampling and scoring)"] if torch.backends.mps.is_available() else []
+    )
     return ", ".join(names) or "none: no device, no driver, or torch is built without CUDA"
 
 
@@ -119,7 +150,9 @@ def describe_model(name: str) -> dict[str, Any]:
 
     folder = find_model(name)
     if is_lineage(folder):
-        raise ValueError(f"{name} is a checkpoint of other code: `adlm convert {shlex.quote(name)} --out DIR` shows it")
+        raise ValueError(
+            f"{name} is a checkpoint of other code: `adlm convert {shlex.quote(name)} --out DIR` shows it"
+        )
     content, config = read_config_json(folder)
     card = folder / "README.md"
     text = card.read_text("utf-8", "replace")[:MAX_CARD] if card.is_file() else ""
@@ -132,7 +165,9 @@ def describe_model(name: str) -> dict[str, Any]:
         "length": config.length,
         "vocabulary": config.vocab_size,
         "memory": f"{4 * count_parameters(config) / 1e6:,.0f} MB",  # float32
-        "about": re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(opening.split())).partition(". ")[0],
+        "about": re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(opening.split())).partition(". ")[
+            0
+        ],
         "step": content["step"],
         "rows": content["rows"],
         "folder": str(folder),
@@ -160,14 +195,22 @@ def describe_recipe(path: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     settings: Any = OmegaConf.load(path)
-    comments = [line.removeprefix("# ") for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
+    comments = [
+        line.removeprefix("# ")
+        for line in path.read_text("utf-8").splitlines()
+        if line.startswith("#")
+    ]
     header = " ".join(comments)
     processes = re.search(r"--nproc-per-node (\d+)", header)
     device = f"{processes[1]} GPUs" if processes else "1 GPU" if "GPU" in header else "CPU"
     commands = [line.strip() for line in comments if line.startswith("  ")]
     data = re.search(r"adlm prepare (.*?) *--out data *(.*)", "\n".join(commands))
     reasoning = re.search(r"adlm reason train (\S+).*", "\n".join(commands))
-    problems = f"files of {reasoning[1]}" if reasoning and "reasoning.path" in reasoning[0] else "generated problems"
+    problems = (
+        f"files of {reasoning[1]}"
+        if reasoning and "reasoning.path" in reasoning[0]
+        else "generated problems"
+    )
     other_data = f"{problems}, for adlm reason train" if reasoning else "see bundled/README.md"
     about = " ".join(line for line in comments if not line.startswith("  "))
     return {
@@ -182,18 +225,25 @@ def describe_recipe(path: Path) -> dict[str, Any]:
     }
 
 
-def print_entries(kind: str, entries: list[dict[str, Any]], name: str | None, is_json: bool) -> None:
+def print_entries(
+    kind: str, entries: list[dict[str, Any]], name: str | None, is_json: bool
+) -> None:
     """Print entries as JSON or a table; the entry of a name, as lines."""
     if is_json:
         print_json({kind: entries})
     elif name:
         for key, value in entries[0].items():
-            print_lines(f"{key:<10}  {value:,}" if isinstance(value, int) else f"{key:<10}  {value}")
+            print_lines(
+                f"{key:<10}  {value:,}" if isinstance(value, int) else f"{key:<10}  {value}"
+            )
     else:
         from adlm.evaluate.results import Column, Table
 
         shown = list(entries[0])[: list(entries[0]).index("about") + 1]
-        columns = [Column(key, is_text=isinstance(entries[0][key], str), is_optional=key == "data") for key in shown]
+        columns = [
+            Column(key, is_text=isinstance(entries[0][key], str), is_optional=key == "data")
+            for key in shown
+        ]
         print_table(Table(columns, [[entry[key] for key in shown] for entry in entries]))
         print_lines(f"adlm {kind} NAME shows one")
 

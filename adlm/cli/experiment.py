@@ -12,13 +12,27 @@ from adlm.cli.output import print_json, print_result, status_console
 
 
 def experiment(
-    file: Annotated[Path | None, typer.Argument(help="YAML file; claims with --check [docs/reproduce.json].")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as corpora.prose=DATA.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results. [default: FILE without .yaml]")] = None,
-    runs: Annotated[Path | None, typer.Option(help="Folder of the run folders. [default: runs/NAME]")] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Time limit: a longer run is not started.")] = float("inf"),
-    is_dry: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the estimated minutes.")] = False,
-    is_check: Annotated[bool, typer.Option("--check", help="Recompute the numbers and verdicts of claims.")] = False,
+    file: Annotated[
+        Path | None, typer.Argument(help="YAML file; claims with --check [docs/reproduce.json].")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, such as corpora.prose=DATA.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results. [default: FILE without .yaml]")
+    ] = None,
+    runs: Annotated[
+        Path | None, typer.Option(help="Folder of the run folders. [default: runs/NAME]")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Time limit: a longer run is not started.")
+    ] = float("inf"),
+    is_dry: Annotated[
+        bool, typer.Option("--dry-run", help="Print the runs and the estimated minutes.")
+    ] = False,
+    is_check: Annotated[
+        bool, typer.Option("--check", help="Recompute the numbers and verdicts of claims.")
+    ] = False,
     is_json: options.Json = False,
 ) -> None:
     """Train arms × corpora × seeds in parallel and compare them in pairs. Running the same command again resumes.
@@ -36,14 +50,27 @@ def experiment(
         raise typer.Exit(bool(problems))
     if file is None:
         raise ValueError("FILE is required: a YAML file such as experiments/toy.yaml, or --check")
-    loaded, path = module.load_experiment(file, *(changes or [])), (out or file.with_suffix("")) / "results.json"
+    loaded, path = (
+        module.load_experiment(file, *(changes or [])),
+        (out or file.with_suffix("")) / "results.json",
+    )
     if is_dry:
-        left = {name: run["seconds"] / 60 for name, run in module.list_runs(loaded, path).items() if not run["record"]}
+        left = {
+            name: run["seconds"] / 60
+            for name, run in module.list_runs(loaded, path).items()
+            if not run["record"]
+        }
         if is_json:
             return print_json({"minutes": left, "jobs": loaded.jobs})
-        left |= {f"{len(left)} runs, {loaded.jobs} at once": max(sum(left.values()) / loaded.jobs, *left.values(), 0)}
+        left |= {
+            f"{len(left)} runs, {loaded.jobs} at once": max(
+                sum(left.values()) / loaded.jobs, *left.values(), 0
+            )
+        }
         return print("\n".join(f"{name}: {minutes:.1f} minutes" for name, minutes in left.items()))
-    results, failures = module.run_experiment(loaded, path, runs or Path("runs", file.stem), minutes, log)
+    results, failures = module.run_experiment(
+        loaded, path, runs or Path("runs", file.stem), minutes, log
+    )
     result = module.build_report(results)
     path.with_suffix(".md").write_text(f"# {loaded.question}\n\n{result}\n", "utf-8")
     if find_spec("matplotlib") is None:

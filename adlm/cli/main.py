@@ -37,16 +37,34 @@ def print_version(is_set: bool) -> None:
 @app.callback()
 def adlm(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Anchored diffusion language models: generate, infill and score text; prepare data, train, evaluate, plot."""
-    for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks is escaped, not an error
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a character that the terminal lacks is escaped, not an error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-COMMANDS = demo, sample, infill, score, prepare, train, experiment, plot, convert, export, models, recipes, doctor
+COMMANDS = (
+    demo,
+    sample,
+    infill,
+    score,
+    prepare,
+    train,
+    experiment,
+    plot,
+    convert,
+    export,
+    models,
+    recipes,
+    doctor,
+)
 for command in (*COMMANDS, serve):
     app.command()(command)
 app.add_typer(eval_app, name="eval")

@@ -25,10 +25,19 @@ if TYPE_CHECKING:
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
 BARS = "▁▂▃▄▅▆▇█"
-MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first or, where errors are below values, to the second
+MIN_TEXT_WIDTHS = (
+    10,
+    5,
+)  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
 LOG_SECONDS = 10.0  # between lines of progress where there is no terminal
-USER_ERRORS = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)  # the last: weights that are NaN
+USER_ERRORS = (
+    ValueError,
+    OSError,
+    MemoryError,
+    ImportError,
+    FloatingPointError,
+)  # the last: weights that are NaN
 # Typer has its own copy of click or uses the installed one, by its version; this is the class either way.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -76,7 +85,9 @@ def print_json(value: Mapping[str, Any]) -> None:
     from adlm.evaluate.results import to_json
 
     line = json.dumps(to_json(value), ensure_ascii=False) + "\n"
-    line = re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", line)  # controls that JSON allows
+    line = re.sub(
+        r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", line
+    )  # controls that JSON allows
     # A path may hold half a surrogate pair; JSON spells it \udcxx.
     print_bytes(line.encode("utf-8", "backslashreplace"))
 
@@ -98,7 +109,10 @@ def print_table(table: Table, console: SafeConsole | None = None) -> None:
     console = console or SafeConsole()
     if not console.is_terminal:
         console = SafeConsole(width=UNLIMITED_WIDTH, file=console.file)
-    columns, lines = table.columns, [[column.name for column in table.columns], *table.format_rows()]
+    columns, lines = (
+        table.columns,
+        [[column.name for column in table.columns], *table.format_rows()],
+    )
     widths = fit_columns(columns, lines, MIN_TEXT_WIDTHS[0], console.width)
     if sum(widths.values()) >= console.width:
         for i in (i for i, column in enumerate(columns) if not column.is_text):
@@ -106,13 +120,24 @@ def print_table(table: Table, console: SafeConsole | None = None) -> None:
                 line[i] = re.sub(r" (?=[±(])|(?<=/)", "\n", line[i])
         widths = fit_columns(columns, lines, MIN_TEXT_WIDTHS[1], console.width)
     if sum(widths.values()) >= console.width and len(columns) > 2:
-        rows = [[(column.name, cell) for column, cell in zip(columns, row)] for row in table.format_rows()]
+        rows = [
+            [(column.name, cell) for column, cell in zip(columns, row)]
+            for row in table.format_rows()
+        ]
         pairs = [pair for row in rows for pair in (*row, ("", ""))][:-1]
-        return print_table(replace(table, columns=[Column("", is_text=True)] * 2, rows=pairs), console)
+        return print_table(
+            replace(table, columns=[Column("", is_text=True)] * 2, rows=pairs), console
+        )
     grid = RichTable(title=escape(table.title) or None, title_justify="left")
     for i, width in widths.items():
-        side, name = "left" if columns[i].is_text else "right", escape(lines[0][i])
-        grid.add_column(name, justify=side, no_wrap=not columns[i].is_text, min_width=width - 3, overflow="fold")  # type: ignore[arg-type]
+        is_text = columns[i].is_text
+        grid.add_column(
+            escape(lines[0][i]),
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            min_width=width - 3,
+            overflow="fold",
+        )
     for line in lines[1:]:
         grid.add_row(*(escape(line[i]) for i in widths))
     console.print(grid, width=max(console.width, sum(widths.values()) + 1), crop=False)
@@ -120,7 +145,9 @@ def print_table(table: Table, console: SafeConsole | None = None) -> None:
         console.print(note, style="dim", markup=False, soft_wrap=True)
 
 
-def fit_columns(columns: Sequence[Column], lines: Sequence[list[str]], min_text: int, room: int) -> dict[int, int]:
+def fit_columns(
+    columns: Sequence[Column], lines: Sequence[list[str]], min_text: int, room: int
+) -> dict[int, int]:
     """The columns that fit, with their least widths; optional ones are left out from the right."""
     widths = {}
     for i, cells in enumerate(zip(*lines)):
@@ -146,7 +173,10 @@ def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None) 
         status_console().print(f"warning: {warning}", style="yellow", markup=False)
     if out is not None:
         paths = [save_json(out / f"{result.task}.json", result.as_dict())]
-        paths += [*(out / name for name in result.metrics.get("files", ())), *draw_figures(result, out)]
+        paths += [
+            *(out / name for name in result.metrics.get("files", ())),
+            *draw_figures(result, out),
+        ]
         for path in paths:
             status_console().print(f"wrote {path}", style="dim", markup=False)
 
@@ -154,11 +184,24 @@ def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None) 
 @contextmanager
 def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
     """Context manager: a progress bar on a terminal, elsewhere a line every few seconds, by the yielded callback."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     console, last = status_console(), time.monotonic()
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bars:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)
+    ) as bars:
         task = bars.add_task("", total=None)
 
         def update(stage: str, done: int, total: int) -> None:
@@ -168,7 +211,9 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
             bars.update(task, completed=done, total=total or None)
             if is_shown and not console.is_terminal and time.monotonic() - last >= LOG_SECONDS:
                 last = time.monotonic()
-                console.print(f"{stage} {done:,} of {total:,}" if total else f"{stage} {done:,}", markup=False)
+                console.print(
+                    f"{stage} {done:,} of {total:,}" if total else f"{stage} {done:,}", markup=False
+                )
 
         yield update
 
@@ -176,7 +221,9 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
 def draw_curve(losses: Sequence[float], *, width: int = 40) -> str:
     """Draw losses as a line of bars, means of equal parts, with the first and the last mean."""
     width = min(width, len(losses))
-    parts = [losses[i * len(losses) // width : (i + 1) * len(losses) // width] for i in range(width)]
+    parts = [
+        losses[i * len(losses) // width : (i + 1) * len(losses) // width] for i in range(width)
+    ]
     means = [sum(part) / len(part) for part in parts]
     low, span = min(means), (max(means) - min(means)) or 1.0
     bars = "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
@@ -194,7 +241,9 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
             raise ValueError(f"{option} {path} is a folder: give the name of a file in it")
         existing = next(each for each in (target, *target.parents) if each.exists())
         if existing != target and not existing.is_dir():
-            raise ValueError(f"{option} {path}: {existing} is a file, not a folder: give another name")
+            raise ValueError(
+                f"{option} {path}: {existing} is a file, not a folder: give another name"
+            )
         try:  # permissions do not tell everything: /proc has them all
             if existing.is_dir():
                 TemporaryFile(dir=existing).close()
@@ -204,7 +253,9 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
             problem = f"{option} {path} cannot be written ({existing}: {error.strerror})"
             raise ValueError(f"{problem}: give another name") from error
         if target in options:
-            raise ValueError(f"{option} and {options[target]} are the same file, {path}: give two names")
+            raise ValueError(
+                f"{option} and {options[target]} are the same file, {path}: give two names"
+            )
         options[target] = option
 
 
@@ -219,7 +270,9 @@ def check_output_folder(option: str, folder: Path | None) -> None:
     """Refuse an output folder that cannot be written, before anything is computed."""
     if folder is not None:
         if folder.is_file():
-            raise ValueError(f"{option} {folder} is a file: give the name of a folder (it is created if missing)")
+            raise ValueError(
+                f"{option} {folder} is a file: give the name of a folder (it is created if missing)"
+            )
         check_output_files({option: folder / "x"})
 
 
@@ -231,7 +284,9 @@ def parse_list(option: str, text: str, kind: type[Value]) -> list[Value]:
             values.append(kind(part))
         except ValueError:
             expected = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{option} {text!r}: {part!r} is not {expected}; separate them by commas: 1,2") from None
+            raise ValueError(
+                f"{option} {text!r}: {part!r} is not {expected}; separate them by commas: 1,2"
+            ) from None
     return list(dict.fromkeys(values))
 
 
@@ -240,8 +295,12 @@ def read_text_file(name: str) -> str:
     try:
         text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8")
     except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror}): give a file of text, or - for stdin") from error
+        raise ValueError(
+            f"{name} cannot be read ({error.strerror}): give a file of text, or - for stdin"
+        ) from error
     except UnicodeDecodeError as error:
         source = "stdin" if name == "-" else name
-        raise ValueError(f"{source} is not UTF-8 at byte {error.start}: convert it first") from error
+        raise ValueError(
+            f"{source} is not UTF-8 at byte {error.start}: convert it first"
+        ) from error
     return text.removesuffix("\n").removesuffix("\r")

@@ -11,10 +11,25 @@ from adlm.cli import options, output
 from adlm.cli.output import json_stdout, print_json, print_result, progress_bar
 from adlm.cli.train import is_main_process, run_or_exit
 
-app = typer.Typer(cls=output.Commands, help="Train models to reason, and compare ways to do it.", no_args_is_help=True)
+app = typer.Typer(
+    cls=output.Commands,
+    help="Train models to reason, and compare ways to do it.",
+    no_args_is_help=True,
+)
 
-TASKS = ("arithmetic", "graphs", "chains", "gsm8k", "gsm8k-equations", "prontoqa", "prosqa", "sudoku")
-TASK_HELP = f"Problems: {', '.join(TASKS)}; from gsm8k on with reasoning.path=FOLDER of their files."
+TASKS = (
+    "arithmetic",
+    "graphs",
+    "chains",
+    "gsm8k",
+    "gsm8k-equations",
+    "prontoqa",
+    "prosqa",
+    "sudoku",
+)
+TASK_HELP = (
+    f"Problems: {', '.join(TASKS)}; from gsm8k on with reasoning.path=FOLDER of their files."
+)
 ARM_HELP = (
     "How to reason: no_cot, cot, short_cot, curriculum_only, icot, pause, pause_curriculum, coconut, simcot, codi, "
     "acot, acot_feedback, acot_shuffled, acot_foreign, acot_off_path, acot_no_answer, acot_kept, acot_kept_feedback, "
@@ -22,7 +37,9 @@ ARM_HELP = (
 )
 OVERRIDES_HELP = "key=value: seed=1 steps=1000 reasoning.hops=3 reasoning.path=FOLDER …"
 QUICK_HELP = "Small model, 1 to 2 hops: two minutes on two CPU cores, then test it."
-DATA_HELP = "Folder of published files: ProsQA for graphs, ProntoQA for chains, those of a text task."
+DATA_HELP = (
+    "Folder of published files: ProsQA for graphs, ProntoQA for chains, those of a text task."
+)
 TESTS_HELP = "Problems of each test set. [default: as the recipe: 4000]"
 PLOT_HELP = "Draw a question of graphs, with the guesses, to this .svg or .png."
 
@@ -32,8 +49,12 @@ def train(
     task: Annotated[str, Argument(help=TASK_HELP)],
     arm: Annotated[str, Argument(help=ARM_HELP)],
     overrides: Annotated[list[str] | None, Argument(help=OVERRIDES_HELP)] = None,
-    out: Annotated[Path | None, Option(help="Run folder. [default: TASK-ARM, with --quick TASK-ARM-quick]")] = None,
-    recipe: Annotated[str | None, Option(help="YAML file or name of a bundled recipe. [default: reason]")] = None,
+    out: Annotated[
+        Path | None, Option(help="Run folder. [default: TASK-ARM, with --quick TASK-ARM-quick]")
+    ] = None,
+    recipe: Annotated[
+        str | None, Option(help="YAML file or name of a bundled recipe. [default: reason]")
+    ] = None,
     quick: Annotated[bool, Option("--quick", help=QUICK_HELP)] = False,
     is_json: options.Json = False,
 ) -> None:
@@ -69,7 +90,9 @@ def train(
 
 @app.command("eval")
 def evaluate_runs(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders that `adlm reason train` wrote.")],
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN...", help="Folders that `adlm reason train` wrote.")
+    ],
     data: Annotated[Path | None, Option(help=DATA_HELP)] = None,
     tests: Annotated[int | None, Option(min=1, help=TESTS_HELP)] = None,
     device: options.Device = "auto",
@@ -85,14 +108,18 @@ def evaluate_runs(
     with json_stdout(is_json), progress_bar() as on_progress:
         results: dict[str, Any] = {}
         for run in runs:
-            results[str(run)] = evaluate(run, data=data, tests=tests, device=device, on_progress=on_progress)
+            results[str(run)] = evaluate(
+                run, data=data, tests=tests, device=device, on_progress=on_progress
+            )
     print_result(summarize_runs(results), is_json=is_json)
 
 
 @app.command()
 def ask(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder that `adlm reason train` wrote.")],
-    question: Annotated[str, Argument(help="A question as the task writes it: 'b = a - 9 | a = 13 + 4 ? b'.")],
+    question: Annotated[
+        str, Argument(help="A question as the task writes it: 'b = a - 9 | a = 13 + 4 ? b'.")
+    ],
     plot: Annotated[Path | None, Option(help=PLOT_HELP)] = None,
     device: options.Device = "auto",
     is_json: options.Json = False,
@@ -108,13 +135,20 @@ def ask(
     if reply["slots"] is not None:
         typer.echo(f"slots:  {' '.join(reply['slots'])}")
     typer.echo(f"writes: {reply['text']}")
-    typer.echo(f"answer: {'none, a marker is missing' if reply['answer'] is None else reply['answer']}")
+    typer.echo(
+        f"answer: {'none, a marker is missing' if reply['answer'] is None else reply['answer']}"
+    )
 
 
 @app.command()
 def table(
-    runs: Annotated[list[Path], Argument(metavar="RUN...|FOLDER", help="Evaluated runs, or folders that hold them.")],
-    out: Annotated[Path | None, Option(help="Output folder for the table as Markdown and JSON, and two plots.")] = None,
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN...|FOLDER", help="Evaluated runs, or folders that hold them."),
+    ],
+    out: Annotated[
+        Path | None, Option(help="Output folder for the table as Markdown and JSON, and two plots.")
+    ] = None,
     is_json: options.Json = False,
 ) -> None:
     """Compare arms: accuracy over seeds, tokens, sequential passes, FLOPs and parameters, and the verdicts."""

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 output_option = partial(typer.Option, rich_help_panel="Output")
 COMPARE_HELP = "Second sampler or second model, run with the same seed."
 LENGTH_HELP = "Tokens in a text, including the prompt. [default: the model's length]"
-TEMPLATE_HELP = "Text with holes: `___` of any length, `___{2}` of 2 tokens, `___{2,8}`; - reads stdin."
+TEMPLATE_HELP = (
+    "Text with holes: `___` of any length, `___{2}` of 2 tokens, `___{2,8}`; - reads stdin."
+)
 MAX_TEXT_WIDTH = 60  # characters of a text in the table of scores
 GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal the first
 
@@ -37,7 +39,9 @@ GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal 
 class GenerationOptions:
     """The options that `sample` and `infill` share."""
 
-    n: Annotated[int, typer.Option("--n", min=1, help="Number of texts for each prompt or template.")] = 1
+    n: Annotated[
+        int, typer.Option("--n", min=1, help="Number of texts for each prompt or template.")
+    ] = 1
     seed: options.Seed = 0
     steps: options.Steps = None
     sampler: options.Sampler = None
@@ -49,19 +53,33 @@ class GenerationOptions:
     batch: options.Batch = 16
     deterministic: options.Deterministic = False
     device: options.Device = "auto"
-    out: Annotated[Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")] = None
-    html: Annotated[Path | None, output_option(help="Write a page that plays the sampling of the first text.")] = None
-    gif: Annotated[Path | None, output_option(help="Write the sampling of the first text as a GIF.")] = None
+    out: Annotated[
+        Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")
+    ] = None
+    html: Annotated[
+        Path | None, output_option(help="Write a page that plays the sampling of the first text.")
+    ] = None
+    gif: Annotated[
+        Path | None, output_option(help="Write the sampling of the first text as a GIF.")
+    ] = None
     compare: Annotated[str | None, output_option(help=COMPARE_HELP)] = None
-    guesses: Annotated[bool, output_option(help="Show the most likely tokens at masked positions.")] = True
-    pause: Annotated[float, output_option(min=0, help="Seconds between steps on a terminal.")] = 0.05
+    guesses: Annotated[
+        bool, output_option(help="Show the most likely tokens at masked positions.")
+    ] = True
+    pause: Annotated[float, output_option(min=0, help="Seconds between steps on a terminal.")] = (
+        0.05
+    )
     is_json: options.Json = False
 
 
 def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command whose first argument is GenerationOptions: its fields become command-line options."""
-    own, shared = (inspect.signature(each, eval_str=True).parameters for each in (command, GenerationOptions))
-    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own.values(), *shared.values())][1:]
+    own, shared = (
+        inspect.signature(each, eval_str=True).parameters for each in (command, GenerationOptions)
+    )
+    keywords = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own.values(), *shared.values())
+    ][1:]
 
     def run(**values: Any) -> None:
         command(GenerationOptions(**{name: values.pop(name) for name in shared}), **values)
@@ -76,7 +94,9 @@ def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
 def sample(
     settings: GenerationOptions,
     model: options.ModelArgument = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Beginning of the text; - reads stdin; repeatable.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Beginning of the text; - reads stdin; repeatable.")
+    ] = None,
     length: Annotated[int | None, typer.Option(min=1, help=LENGTH_HELP)] = None,
 ) -> None:
     """Generate texts. On a terminal, show the sampling of the first one; otherwise print only the texts."""
@@ -127,7 +147,9 @@ class GenerationRun:
         from adlm.text.lm import GenerationOutput
 
         rest = self.lm.run_request(self.request, start=len(self.rows))
-        self.output = GenerationOutput(self.rows + rest.rows, self.seconds + rest.seconds, rest.settings)
+        self.output = GenerationOutput(
+            self.rows + rest.rows, self.seconds + rest.seconds, rest.settings
+        )
 
     def __str__(self) -> str:
         steps = "" if self.request.steps is None else f", {self.request.steps} steps"
@@ -141,7 +163,9 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
     files = {"--out": settings.out, "--html": settings.html, "--gif": settings.gif}
     output.check_output_files(files)
     if settings.gif is not None and settings.gif.suffix.lower() != ".gif":
-        raise ValueError(f"--gif {settings.gif} does not end in .gif: call it {settings.gif.with_suffix('.gif')}")
+        raise ValueError(
+            f"--gif {settings.gif} does not end in .gif: call it {settings.gif.with_suffix('.gif')}"
+        )
     if settings.gif is not None and find_spec("PIL") is None:
         raise ImportError(f"--gif needs Pillow ({install_command('view')}); --html needs nothing")
     with output.json_stdout(settings.is_json):
@@ -155,12 +179,19 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
         result |= {"compare": second[0]} if second else {}
         if "template" in texts:  # the texts of the holes of each row, in their order
             for each, run in zip([result, *second], runs):
-                each["fills"] = [[text for text, is_given in row.pieces if not is_given] for row in run.output.rows]
+                each["fills"] = [
+                    [text for text, is_given in row.pieces if not is_given]
+                    for row in run.output.rows
+                ]
         given = {key: texts[key] for key in ("prompt", "template") if key in texts}
-        output.print_json(result | given | {name[2:]: path for name, path in files.items() if path is not None})
+        output.print_json(
+            result | given | {name[2:]: path for name, path in files.items() if path is not None}
+        )
 
 
-def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> list[GenerationRun]:
+def build_runs(
+    model: str | None, settings: GenerationOptions, texts: dict[str, Any]
+) -> list[GenerationRun]:
     """Load the model, and with --compare a second one or sampler; build and check their requests."""
     from adlm.bundled import DEFAULT, MODELS
     from adlm.evaluate.results import shorten_names
@@ -179,11 +210,19 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
         elif name in MODELS or Path(name).exists():
             pairs.append((load(name, **place), sampler))
         else:
-            known = f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
+            known = (
+                f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
+            )
             raise ValueError(f"--compare {name!r} is neither {known}: check the name")
         # A causal model samples left to right, without the options of the other's sampler.
-        pairs = [(each, {} if each.row_format.is_causal and own is sampler else own) for each, own in pairs]
-    shared = {name: getattr(settings, name) for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")}
+        pairs = [
+            (each, {} if each.row_format.is_causal and own is sampler else own)
+            for each, own in pairs
+        ]
+    shared = {
+        name: getattr(settings, name)
+        for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")
+    }
     requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
     names = shorten_names([each.name for each, _ in pairs])
     return [
@@ -202,24 +241,45 @@ def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
         if not sign or not name.isidentifier():
             raise ValueError(f"--option {each!r}: give name=value, such as eta=0.04")
         if name in known:
-            raise ValueError(f"--option {each!r} is not an option of a sampler: see --help for --{name}")
+            raise ValueError(
+                f"--option {each!r} is not an option of a sampler: see --help for --{name}"
+            )
         try:
-            parsed[name] = {"true": True, "false": False}[value] if value in ("true", "false") else float(value)
+            parsed[name] = (
+                {"true": True, "false": False}[value]
+                if value in ("true", "false")
+                else float(value)
+            )
         except ValueError:
-            raise ValueError(f"--option {each!r}: {value!r} is not a number, true or false") from None
+            raise ValueError(
+                f"--option {each!r}: {value!r} is not a number, true or false"
+            ) from None
     return parsed
 
 
-def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool) -> None:
+def sample_runs(
+    runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool
+) -> None:
     """Generate all texts; show the first ones on a terminal."""
     from adlm.view.terminal import watch
 
     is_streamed = is_watched or settings.html is not None or settings.gif is not None
-    streams = [run.stream_first(GUESSES if settings.guesses else 0) for run in runs] if is_streamed else []
+    streams = (
+        [run.stream_first(GUESSES if settings.guesses else 0) for run in runs]
+        if is_streamed
+        else []
+    )
     if is_watched:
         show_guesses = settings.guesses and any(not run.lm.row_format.is_causal for run in runs)
         steps, titles = [run.request.steps for run in runs], [run.title for run in runs]
-        watch(streams, titles, SafeConsole(), steps=steps, pause=settings.pause, show_guesses=show_guesses)
+        watch(
+            streams,
+            titles,
+            SafeConsole(),
+            steps=steps,
+            pause=settings.pause,
+            show_guesses=show_guesses,
+        )
     with output.status_console().status("sampling …"):
         for stream in streams:
             deque(stream, maxlen=0)  # those that were not watched; the run keeps its frames
@@ -227,12 +287,16 @@ def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_w
             run.finish()
 
 
-def write_outputs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool) -> None:
+def write_outputs(
+    runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool
+) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
     from adlm.view.gif import write_gif
     from adlm.view.player import write_player
 
-    texts = (output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n").encode("utf-8")
+    texts = (
+        output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n"
+    ).encode("utf-8")
     if not is_watched and not settings.is_json:
         output.print_bytes(texts)
     console = SafeConsole()
@@ -246,8 +310,13 @@ def write_outputs(runs: Sequence[GenerationRun], settings: GenerationOptions, is
         run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
         for run in (runs if settings.html or settings.gif else ())
     ]
-    writers: dict[Path | None, Callable[[Path], object]] = {settings.out: lambda path: path.write_bytes(texts)}
-    writers |= {settings.html: partial(write_player, trajectories), settings.gif: partial(write_gif, trajectories)}
+    writers: dict[Path | None, Callable[[Path], object]] = {
+        settings.out: lambda path: path.write_bytes(texts)
+    }
+    writers |= {
+        settings.html: partial(write_player, trajectories),
+        settings.gif: partial(write_gif, trajectories),
+    }
     paths = [path for path in writers if path is not None]
     for path in paths:
         output.make_folder(path.parent)
@@ -257,13 +326,23 @@ def write_outputs(runs: Sequence[GenerationRun], settings: GenerationOptions, is
 
 
 def score(
-    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; - reads stdin.")] = None,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; - reads stdin.")
+    ] = None,
     model: options.ModelOption = None,
-    file: Annotated[list[str] | None, typer.Option(help="File with one text, - for stdin; repeatable.")] = None,
-    lines: Annotated[list[str] | None, typer.Option(help="File with a text per line, - for stdin; repeatable.")] = None,
-    draws: Annotated[int, typer.Option(min=2, help="Noise samples per text; 4 times as many halve the error.")] = 64,
+    file: Annotated[
+        list[str] | None, typer.Option(help="File with one text, - for stdin; repeatable.")
+    ] = None,
+    lines: Annotated[
+        list[str] | None, typer.Option(help="File with a text per line, - for stdin; repeatable.")
+    ] = None,
+    draws: Annotated[
+        int, typer.Option(min=2, help="Noise samples per text; 4 times as many halve the error.")
+    ] = 64,
     seed: options.Seed = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Rows per batch; does not change the result.")] = 64,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Rows per batch; does not change the result.")
+    ] = 64,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
@@ -272,10 +351,16 @@ def score(
     Masked models give an upper bound (≤), causal ones the exact value.
     """
     inputs = read_stdin(texts or []) + [output.read_text_file(name) for name in file or []]
-    every_line = [line.removesuffix("\r") for name in lines or [] for line in output.read_text_file(name).split("\n")]
+    every_line = [
+        line.removesuffix("\r")
+        for name in lines or []
+        for line in output.read_text_file(name).split("\n")
+    ]
     inputs += [line for line in every_line if line.strip()]
     if not inputs:
-        raise ValueError("there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin")
+        raise ValueError(
+            "there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin"
+        )
     if skipped := sum(not line.strip() for line in every_line):
         output.status_console().print(f"empty lines skipped: {skipped}", style="dim", markup=False)
     with output.json_stdout(is_json):
@@ -287,10 +372,20 @@ def score(
             scores = lm.score(inputs, draws=draws, seed=seed, batch=batch)
     is_causal = lm.row_format.is_causal
     if is_json:
-        settings = {"model": lm.name, "method": lm.method, "draws": 1 if is_causal else draws, "seed": seed}
-        rows = [{"text": text, **asdict(each), "ppl": each.ppl} for text, each in zip(inputs, scores, strict=True)]
+        settings = {
+            "model": lm.name,
+            "method": lm.method,
+            "draws": 1 if is_causal else draws,
+            "seed": seed,
+        }
+        rows = [
+            {"text": text, **asdict(each), "ppl": each.ppl}
+            for text, each in zip(inputs, scores, strict=True)
+        ]
         seconds = time.perf_counter() - began
-        output.print_json({"scores": rows, "seconds": seconds, "settings": settings | {"device": str(lm.device)}})
+        output.print_json(
+            {"scores": rows, "seconds": seconds, "settings": settings | {"device": str(lm.device)}}
+        )
         return
     from adlm.evaluate.results import Cell, Column, Estimate, Table
     from adlm.likelihood import MAX_ENUMERATED
@@ -299,8 +394,14 @@ def score(
     for text, each in zip(inputs, scores, strict=True):
         text, sign = text.replace("\n", "↵"), "" if each.is_exact else "≤ "
         shown = text if len(text) <= MAX_TEXT_WIDTH else text[: MAX_TEXT_WIDTH - 1] + "…"
-        nll = f"{each.nll:.3f} (exact)" if each.is_exact else Estimate(each.nll, each.stderr).format(prefix=sign)
-        table_rows.append([shown, each.tokens, nll, f"{sign}{each.ppl:,.1f}", f"{sign}{each.bits_per_byte:.3f}"])
+        nll = (
+            f"{each.nll:.3f} (exact)"
+            if each.is_exact
+            else Estimate(each.nll, each.stderr).format(prefix=sign)
+        )
+        table_rows.append(
+            [shown, each.tokens, nll, f"{sign}{each.ppl:,.1f}", f"{sign}{each.bits_per_byte:.3f}"]
+        )
     columns = [Column("text", is_text=True), Column("tokens", is_optional=True)]
     columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
     output.print_table(Table(columns, table_rows))

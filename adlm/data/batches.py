@@ -68,9 +68,15 @@ class Batch:
         """Split into batches of at most so many rows."""
         if rows >= len(self.tokens):
             return [self]
-        names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor | list)]
+        names = [
+            each.name
+            for each in fields(self)
+            if isinstance(getattr(self, each.name), Tensor | list)
+        ]
         parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
-        return [replace(self, **{name: getattr(self, name)[part] for name in names}) for part in parts]
+        return [
+            replace(self, **{name: getattr(self, name)[part] for name in names}) for part in parts
+        ]
 
 
 def _build_loader(rows: Any, **options: Any) -> Any:
@@ -79,7 +85,9 @@ def _build_loader(rows: Any, **options: Any) -> Any:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(rows, prefetch_factor=4 if options["num_workers"] else None, **options)
+        return StatefulDataLoader(
+            rows, prefetch_factor=4 if options["num_workers"] else None, **options
+        )
 
 
 def _fetch_batch(rows: RowDataset, numbers: list[int]) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -92,17 +100,28 @@ class ShuffledBatches:
     """Endless shuffled batches: the k-th has the same rows in the same places for any number of processes."""
 
     def __init__(
-        self, rows: RowDataset, batch: int, *, seed: int = 0, rank: int = 0, size: int = 1, workers: int = 0
+        self,
+        rows: RowDataset,
+        batch: int,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        size: int = 1,
+        workers: int = 0,
     ) -> None:
         from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
         if len(rows) == 0:
             raise ValueError("the data has 0 rows: prepare data with at least one training row")
         if batch % size:
-            raise ValueError(f"batch {batch} is not a multiple of {size} processes: choose one that is")
+            raise ValueError(
+                f"batch {batch} is not a multiple of {size} processes: choose one that is"
+            )
         self.batch, self.rank, self.size = batch, rank, size
         numbers: Any = range(len(rows) * -(-batch // len(rows)))
-        self.sampler = StatefulDistributedSampler(numbers, size, rank, shuffle=True, seed=seed, drop_last=True)
+        self.sampler = StatefulDistributedSampler(
+            numbers, size, rank, shuffle=True, seed=seed, drop_last=True
+        )
         self.loader = _build_loader(
             numbers,
             collate_fn=partial(_fetch_batch, rows),
@@ -162,7 +181,9 @@ class StreamedBatches:
 
     def __post_init__(self) -> None:
         self.state = STREAM_START
-        Packer(self.tokenizer, self.length, is_wrapped=self.is_wrapped)  # raises here, not in a worker
+        Packer(
+            self.tokenizer, self.length, is_wrapped=self.is_wrapped
+        )  # raises here, not in a worker
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch that had this state."""
@@ -181,7 +202,9 @@ class StreamedBatches:
         *columns, states = zip(*rows, strict=True)
         tokens, lengths, number = (torch.from_numpy(np.stack(column)) for column in columns)
         place = torch.arange(len(rows)) * self.size + self.rank
-        return Batch(tokens, None if self.is_wrapped else lengths, number, place, self.batch, states[-1])
+        return Batch(
+            tokens, None if self.is_wrapped else lengths, number, place, self.batch, states[-1]
+        )
 
     def _iterate_rows(self) -> Iterator[tuple[Any, Any, Any, dict[str, Any]]]:
         """Yield rows with their length, their number and the state after them."""
@@ -197,9 +220,18 @@ class StreamedBatches:
                     place, number = order[taken], state["rows"] * self.size + self.rank
                     state |= {"taken": taken + 1, "rows": state["rows"] + 1}
                     if taken == len(order) - 1:
-                        state |= {"start": packed.ends[-1].tolist(), "block": state["block"] + 1, "taken": 0}
+                        state |= {
+                            "start": packed.ends[-1].tolist(),
+                            "block": state["block"] + 1,
+                            "taken": 0,
+                        }
                     length = self.length if packed.lengths is None else packed.lengths[place]
-                    yield packed.rows[place].astype(np.int64), np.int64(length), np.int64(number), dict(state)
+                    yield (
+                        packed.rows[place].astype(np.int64),
+                        np.int64(length),
+                        np.int64(number),
+                        dict(state),
+                    )
             if is_empty and state["start"] == [0, 0, 0]:
                 problem = f"{self.source.name} does not fill one row of {self.length} tokens for each process"
                 raise ValueError(f"{problem}: give more text or a smaller length")

@@ -13,8 +13,12 @@ class Corpus:
 
     hub: str = ""
     config: str | None = None
-    column: str | None = None  # alternatives separated by |, columns joined with a space by +, numbers without a header
-    splits: Mapping[str, str] = field(default_factory=dict)  # our split to the Hub's, or a slice: "train[:-100000]"
+    column: str | None = (
+        None  # alternatives separated by |, columns joined with a space by +, numbers without a header
+    )
+    splits: Mapping[str, str] = field(
+        default_factory=dict
+    )  # our split to the Hub's, or a slice: "train[:-100000]"
     documents: str = "auto"  # document rule for plain text files; in tables a row is a document
     detokenizer: str | None = None
     rows: str = "wrapped"  # "wrapped": one stream cut into rows; "documents": one document per row
@@ -24,12 +28,18 @@ class Corpus:
     files: tuple[str, ...] = ()  # file name patterns of text files without a known suffix
     # Character range of each split where one plain text file holds all splits.
     characters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    stand_ins: Mapping[str, str] = field(default_factory=dict)  # columns that only approximate the dataset: a label
+    stand_ins: Mapping[str, str] = field(
+        default_factory=dict
+    )  # columns that only approximate the dataset: a label
     bundled: str = ""  # the file in adlm/data/bundled, of a dataset that comes with the package
 
 
 HELD_OUT = {"train": "train", "valid": "validation", "test": "test"}
-TEST_ONLY = {"train": "train", "valid": "test", "test": "test"}  # the lineage validates on the test split here
+TEST_ONLY = {
+    "train": "train",
+    "valid": "test",
+    "test": "test",
+}  # the lineage validates on the test split here
 # fmt: off
 WIKITEXT2 = Corpus(
     "Salesforce/wikitext", "wikitext-2-raw-v1", "text", HELD_OUT, documents="every-line", detokenizer="wikitext",

@@ -12,7 +12,9 @@ Detokenizer = Callable[[str], str]
 # first is many times as fast, and most sentences have no brackets.
 Step = tuple[str, str] | tuple[re.Pattern[str], str, str]
 
-NUMBER_PASSES = 10  # replacements of ` N `: neighbors share their space, so one pass sees every second one
+NUMBER_PASSES = (
+    10  # replacements of ` N `: neighbors share their space, so one pass sees every second one
+)
 
 
 def _tighten(marks: str) -> list[Step]:
@@ -29,7 +31,11 @@ def _enclose(opening: str, closing: str) -> Step:
 def _enclose_words(opening: str, closing: str) -> Step:
     """Remove the spaces inside a pair that has exactly one on each side and no such mark within."""
     first, last = re.escape(opening), re.escape(closing)
-    return re.compile(rf"{first} ([^{first}{last}]+) {last}"), rf"{opening}\1{closing}", f" {closing}"
+    return (
+        re.compile(rf"{first} ([^{first}{last}]+) {last}"),
+        rf"{opening}\1{closing}",
+        f" {closing}",
+    )
 
 
 WIKITEXT: list[Step] = [

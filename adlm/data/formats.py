@@ -16,7 +16,9 @@ from typing import Any, BinaryIO, cast
 from adlm.remedies import import_extra
 
 Documents = Iterator[tuple[str, int]]
-Parts = Iterator[tuple[str, int, bool]]  # a long document in several parts: the flag is set on its last one
+Parts = Iterator[
+    tuple[str, int, bool]
+]  # a long document in several parts: the flag is set on its last one
 
 # A line that is exactly the separator; the lookbehind comes second, so that the search is for a literal.
 SEPARATOR_LINE = r"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
@@ -27,11 +29,16 @@ MAX_WORD = 1 << 24  # characters without a place to cut
 # Between words in any script, which no pre-tokenizer of `workers.can_cut_words` takes together.
 WORD_END = re.compile(r"(?<=\S)(?=\n| \S)|(?<=[\u3041-\u30fa\u4e00-\u9fff])(?=[、。，！？])")
 MAX_LINE_BYTES = 1 << 26  # of a table
-MAX_WHOLE_BYTES = 1 << 28  # of a compressed Parquet file, or of a document that is not read in parts
+MAX_WHOLE_BYTES = (
+    1 << 28
+)  # of a compressed Parquet file, or of a document that is not read in parts
 TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
 SURROGATE = re.compile("[\ud800-\udfff]")
 REMEDY = "leave such rows out, or choose another --column"
-MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}  # first: UTF-16's is a part of the first
+MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+}  # first: UTF-16's is a part of the first
 MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 MAX_HEADER_ROWS = 100  # rows of a table that are searched for column names: the first may lack some
 
@@ -41,10 +48,14 @@ def read_bytes(path: Path) -> Iterator[tuple[bytes, int]]:
     with path.open("rb") as raw:
         file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
         try:
-            for chunk in chain([file.read(4)], iter(lambda: file.read(CHUNK_BYTES), b"")):  # a byte order mark first
+            for chunk in chain(
+                [file.read(4)], iter(lambda: file.read(CHUNK_BYTES), b"")
+            ):  # a byte order mark first
                 yield chunk, raw.tell()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is not a sound gzip file ({error}): make or fetch it again") from error
+            raise ValueError(
+                f"{path} is not a sound gzip file ({error}): make or fetch it again"
+            ) from error
 
 
 def read_chunks(path: Path) -> Iterator[tuple[str, int]]:
@@ -53,7 +64,9 @@ def read_chunks(path: Path) -> Iterator[tuple[str, int]]:
     decoder = codecs.getincrementaldecoder(encoding)()
     for chunk, position in chain(read_bytes(path), [(b"", path.stat().st_size)]):
         if offset == 0:
-            encoding = next((name for mark, name in MARKS.items() if chunk.startswith(mark)), encoding)
+            encoding = next(
+                (name for mark, name in MARKS.items() if chunk.startswith(mark)), encoding
+            )
             decoder = codecs.getincrementaldecoder(encoding)()
         start = offset - len(decoder.getstate()[0])
         try:
@@ -65,9 +78,13 @@ def read_chunks(path: Path) -> Iterator[tuple[str, int]]:
                 problem += "convert the file first, for example with iconv -f latin1 -t utf-8"
             raise ValueError(problem) from error
         if (place := text.find("\0")) >= 0:
-            problem = f"{path}: byte {start + len(text[:place].encode())} is NUL, which no UTF-8 text has"
+            problem = (
+                f"{path}: byte {start + len(text[:place].encode())} is NUL, which no UTF-8 text has"
+            )
             remedy = "convert UTF-16 without byte order mark with iconv -f utf-16le -t utf-8"
-            raise ValueError(f"{problem}: leave out what is not text; {remedy}; remove stray NULs with tr -d '\\0'")
+            raise ValueError(
+                f"{problem}: leave out what is not text; {remedy}; remove stray NULs with tr -d '\\0'"
+            )
         if text := text if start else text.removeprefix("\ufeff"):
             yield text, position
         offset += len(chunk)
@@ -83,7 +100,12 @@ def read_lines(path: Path) -> Iterator[tuple[str, int]]:
             yield "".join((*parts, line, "\n")), position
             parts = []
         parts.append(rest)
-        check_size(sum(map(len, parts)), MAX_LINE_BYTES, f"a line of {path}", "divide the text, or make the file again")
+        check_size(
+            sum(map(len, parts)),
+            MAX_LINE_BYTES,
+            f"a line of {path}",
+            "divide the text, or make the file again",
+        )
     if any(parts):
         yield "".join(parts), position
 
@@ -100,7 +122,9 @@ def read_whole(path: Path, limit: int, remedy: str) -> bytes:
 def check_size(size: int, limit: int, name: str, remedy: str) -> None:
     """Raise an error if something that must fit into memory has too many bytes."""
     if size > limit:
-        raise ValueError(f"{name} has more than {limit:,} bytes, which are read as a whole: {remedy}")
+        raise ValueError(
+            f"{name} has more than {limit:,} bytes, which are read as a whole: {remedy}"
+        )
 
 
 def join_parts(parts: Parts, name: str) -> Documents:
@@ -110,7 +134,12 @@ def join_parts(parts: Parts, name: str) -> Documents:
     for text, position, is_last in parts:
         held.append(text)
         size += len(text)
-        check_size(size, MAX_WHOLE_BYTES, f"a document of {name}", "divide it with lines that are <|endoftext|>")
+        check_size(
+            size,
+            MAX_WHOLE_BYTES,
+            f"a document of {name}",
+            "divide it with lines that are <|endoftext|>",
+        )
         if is_last:
             yield "".join(held), position
             held, size = [], 0
@@ -124,7 +153,9 @@ FindCuts = Callable[[str, int, bool], Iterator[tuple[int, int]]]
 def _find_pattern(inside: str, at_end: str | None = None) -> FindCuts:
     """Find a pattern, or another one where the data are the end of the file."""
     patterns = re.compile(inside), re.compile(at_end or inside)
-    return lambda data, start, is_end: (match.span() for match in patterns[is_end].finditer(data, start))
+    return lambda data, start, is_end: (
+        match.span() for match in patterns[is_end].finditer(data, start)
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +163,9 @@ class DocumentRule:
     """Where documents end in plain text, and what is kept of each."""
 
     find_cuts: FindCuts
-    reach: int = 0  # a cut that begins further than this from the end of the data has been seen whole
+    reach: int = (
+        0  # a cut that begins further than this from the end of the data has been seen whole
+    )
     clean_start: Callable[[str], str] = str
     clean_end: Callable[[str], str] = lambda text: text.removesuffix("\n")  # it closes the document
     keeps_blank: bool = False  # as the empty text; else blank documents are skipped
@@ -140,11 +173,16 @@ class DocumentRule:
 
 _lines = _find_pattern(r"\n")
 RULES: dict[str, DocumentRule] = {
-    "auto": DocumentRule(_find_pattern(SEPARATOR_LINE + r"\n", SEPARATOR_LINE + r"(?:\n|\Z)"), reach=15),
+    "auto": DocumentRule(
+        _find_pattern(SEPARATOR_LINE + r"\n", SEPARATOR_LINE + r"(?:\n|\Z)"), reach=15
+    ),
     "file": DocumentRule(lambda data, start, is_end: iter(())),
     "line": DocumentRule(_lines, clean_start=str.lstrip, clean_end=str.rstrip),
     "blank": DocumentRule(
-        _find_pattern(r"\n[ \t\r]*\n"), 1 << 12, lambda text: BLANK_LINES.sub("", text, count=1), str.rstrip
+        _find_pattern(r"\n[ \t\r]*\n"),
+        1 << 12,
+        lambda text: BLANK_LINES.sub("", text, count=1),
+        str.rstrip,
     ),
     "every-line": DocumentRule(_lines, clean_end=lambda text: f"{text}\n", keeps_blank=True),
 }
@@ -202,13 +240,17 @@ def read_columns(path: Path) -> dict[str, bool]:
 def join_columns(row: Any, names: tuple[str, ...], place: str) -> str:
     """Join the named columns of a row with a space."""
     if not isinstance(row, dict):
-        raise ValueError(f"{place} is {type(row).__name__}, where an object or a text was expected: {REMEDY}")
+        raise ValueError(
+            f"{place} is {type(row).__name__}, where an object or a text was expected: {REMEDY}"
+        )
     for name in names:
         if name not in row:
             known = ", ".join(map(repr, row)) or "none"
             raise ValueError(f"{place} has no column {name!r}; there are: {known}: {REMEDY}")
         if not isinstance(row[name], str):
-            raise ValueError(f"{place}: column {name!r} holds {row[name]!r:.60}, expected a text: {REMEDY}")
+            raise ValueError(
+                f"{place}: column {name!r} holds {row[name]!r:.60}, expected a text: {REMEDY}"
+            )
     text = " ".join(row[name] for name in names)
     # Half of a surrogate pair, which JSON can write, is no character and has no UTF-8: it becomes a question mark.
     return text.encode("utf-8", "replace").decode("utf-8") if SURROGATE.search(text) else text
@@ -224,11 +266,17 @@ def _read_json_lines(path: Path, names: tuple[str, ...] | None) -> Rows:
             except (ValueError, RecursionError) as error:  # RecursionError: too many brackets
                 remedy = "write one object or text per line, the items of an array with jq -c '.[]'"
                 raise ValueError(f"{place} is not JSON of this form ({error}): {remedy}") from error
-            yield {"": row} if isinstance(row, str) else row, position, place  # a text is its one nameless column
+            yield (
+                {"": row} if isinstance(row, str) else row,
+                position,
+                place,
+            )  # a text is its one nameless column
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -> Rows:
-    csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit, 128 KiB, is less than a long document
+    csv.field_size_limit(
+        MAX_LINE_BYTES
+    )  # the module's own limit, 128 KiB, is less than a long document
     position = 0
 
     def iterate_lines() -> Iterator[str]:
@@ -250,7 +298,9 @@ def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -
             if names is None:
                 return
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}; a quotation mark may be open or stray") from error
+        raise ValueError(
+            f"{path}, line {reader.line_num}: {error}; a quotation mark may be open or stray"
+        ) from error
 
 
 def open_parquet(path: Path) -> Any:
@@ -265,13 +315,17 @@ def open_parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a sound Parquet file ({error}): make or fetch it again") from error
+        raise ValueError(
+            f"{path} is not a sound Parquet file ({error}): make or fetch it again"
+        ) from error
 
 
 def _read_parquet(path: Path, names: tuple[str, ...] | None) -> Rows:
     file, size, n_seen = open_parquet(path), path.stat().st_size, 0
     columns = list(names) if names and set(names) <= set(file.schema_arrow.names) else None
-    for batch in file.iter_batches(batch_size=MAX_HEADER_ROWS if names is None else 1024, columns=columns):
+    for batch in file.iter_batches(
+        batch_size=MAX_HEADER_ROWS if names is None else 1024, columns=columns
+    ):
         position = size * (n_seen + len(batch)) // file.metadata.num_rows
         for number, row in enumerate(batch.to_pylist(), n_seen):
             yield row, position, f"{path}, row {number}"

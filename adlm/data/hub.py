@@ -25,7 +25,9 @@ def check_hub() -> bool:
             socket.create_connection(find_address(), timeout=TIMEOUT).close()
             reached.set()
 
-    thread = threading.Thread(target=connect, daemon=True)  # looking a name up has no time limit of its own
+    thread = threading.Thread(
+        target=connect, daemon=True
+    )  # looking a name up has no time limit of its own
     thread.start()
     thread.join(TIMEOUT)
     if not reached.is_set():
@@ -52,7 +54,11 @@ def download_files(name: str, *patterns: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # the Hub's own errors are among these
-        reason = str(error).splitlines()[0] if is_reached else "the Hub cannot be reached, and its cache has none"
+        reason = (
+            str(error).splitlines()[0]
+            if is_reached
+            else "the Hub cannot be reached, and its cache has none"
+        )
         raise FileNotFoundError(reason) from error
 
 

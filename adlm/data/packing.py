@@ -18,15 +18,21 @@ class PackedRows:
 
     rows: Ids  # (n, length)
     lengths: Ids | None  # (n,)
-    ends: NDArray[np.int64]  # (n, 3): whole documents before the end, tokens of the next one, bytes of text
+    ends: NDArray[
+        np.int64
+    ]  # (n, 3): whole documents before the end, tokens of the next one, bytes of text
 
     def __getitem__(self, part: slice) -> "PackedRows":
-        return PackedRows(self.rows[part], None if self.lengths is None else self.lengths[part], self.ends[part])
+        return PackedRows(
+            self.rows[part], None if self.lengths is None else self.lengths[part], self.ends[part]
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         lengths = [part.lengths for part in parts if part.lengths is not None]
-        rows, ends = (np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "ends"))
+        rows, ends = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "ends")
+        )
         return cls(rows, np.concatenate(lengths) if lengths else None, ends)
 
 
@@ -48,13 +54,20 @@ class Packer:
     continues with the same rows."""
 
     def __init__(
-        self, tokenizer: Tokenizer, length: int, *, is_wrapped: bool, start: Sequence[int] = (0, 0, 0)
+        self,
+        tokenizer: Tokenizer,
+        length: int,
+        *,
+        is_wrapped: bool,
+        start: Sequence[int] = (0, 0, 0),
     ) -> None:
         if length < 3:
             raise ValueError(f"length is {length}: expected at least 3 (BOS, one token, EOS)")
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
             problem = f"tokenizer {tokenizer.name!r} has no BOS or no EOS token"
-            raise ValueError(f"{problem}: name bos_token and eos_token in its tokenizer_config.json")
+            raise ValueError(
+                f"{problem}: name bos_token and eos_token in its tokenizer_config.json"
+            )
         self.length, self.is_wrapped = length, is_wrapped
         self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
         self.pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
@@ -74,10 +87,14 @@ class Packer:
         inside, self.inside = self.inside, 0
         if not is_whole:
             self.inside = int(spans[-1]) + (0 if n_ended else inside)
-        first = -len(self.carry)  # start of the unfinished row, relative to the first of these documents
+        first = -len(
+            self.carry
+        )  # start of the unfinished row, relative to the first of these documents
         if self.skip >= spans[0] and not n_ended:
             self.skip -= int(spans[0])
-            return PackedRows(np.empty((0, self.length), ids.dtype), None, np.empty((0, 3), np.int64))
+            return PackedRows(
+                np.empty((0, self.length), ids.dtype), None, np.empty((0, 3), np.int64)
+            )
         if self.skip:
             first, self.bytes = self.skip, self.bytes - int(sizes[0] * self.skip // spans[0])
         stream = np.insert(ids, np.cumsum(lengths[:n_ended]), self.eos_id)[max(first, 0) :]
@@ -96,8 +113,14 @@ class Packer:
         is_end = (used == spans[within]) & (within < n_ended)
         text = bytes_before[within] + sizes[within] * used // spans[within]
         used += np.where(within == 0, inside, 0)
-        marks = np.stack([self.documents + within + is_end, np.where(is_end, 0, used), text], axis=1)
-        self.documents, self.skip, self.bytes = self.documents + n_ended, 0, self.bytes + int(sizes.sum())
+        marks = np.stack(
+            [self.documents + within + is_end, np.where(is_end, 0, used), text], axis=1
+        )
+        self.documents, self.skip, self.bytes = (
+            self.documents + n_ended,
+            0,
+            self.bytes + int(sizes.sum()),
+        )
         return PackedRows(rows, None, marks)
 
     def _frame(self, ids: Ids, lengths: Ids, sizes: Ids, is_whole: bool) -> PackedRows:
@@ -107,11 +130,19 @@ class Packer:
             if len(self.carry) >= payload:  # which has filled its row
                 ids, lengths[0], sizes[0] = ids[lengths[0] :], 0, 0
             ids = np.concatenate([self.carry.astype(ids.dtype), ids])
-            lengths[0], sizes[0], self.carry = lengths[0] + len(self.carry), sizes[0] + self.inside, self.carry[:0]
+            lengths[0], sizes[0], self.carry = (
+                lengths[0] + len(self.carry),
+                sizes[0] + self.inside,
+                self.carry[:0],
+            )
         if not is_whole:
             self.carry, self.inside = ids[len(ids) - lengths[-1] :].copy(), int(sizes[-1])
             ids, lengths, sizes = ids[: len(ids) - lengths[-1]], lengths[:-1], sizes[:-1]
-        kept, starts, place = np.minimum(lengths, payload), np.cumsum(lengths) - lengths, np.arange(payload)
+        kept, starts, place = (
+            np.minimum(lengths, payload),
+            np.cumsum(lengths) - lengths,
+            np.arange(payload),
+        )
         is_text = place < kept[:, None]
         rows = np.full((len(lengths), self.length), self.pad_id, dtype=ids.dtype)
         rows[:, 0] = self.bos_id
@@ -119,5 +150,8 @@ class Packer:
         rows[np.arange(len(lengths)), kept + 1] = self.eos_id
         text = self.bytes + np.cumsum(sizes * kept // np.maximum(lengths, 1))
         count = np.arange(1, len(lengths) + 1) + self.documents
-        self.documents, self.bytes = self.documents + len(lengths), int(text[-1]) if len(text) else self.bytes
+        self.documents, self.bytes = (
+            self.documents + len(lengths),
+            int(text[-1]) if len(text) else self.bytes,
+        )
         return PackedRows(rows, kept + 2, np.stack([count, np.zeros_like(count), text], axis=1))

@@ -22,10 +22,19 @@ from adlm.data.corpora import Corpus, find_corpus
 from adlm.data.packing import PackedRows, Packer, iterate_blocks
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
-from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, read_object, train_bpe
+from adlm.data.tokenizers import (
+    END_OF_TEXT,
+    MAX_VOCAB_SIZE,
+    Tokenizer,
+    load_tokenizer,
+    read_object,
+    train_bpe,
+)
 from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
 
-TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
+TOKENIZER_BYTES = (
+    100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
+)
 SHARD_TOKENS = 2**25
 ROW_LAYOUTS = ("wrapped", "documents")
 END = [shards.COUNT]  # form of a position in the source
@@ -79,31 +88,54 @@ def prepare(
     if not 0 <= valid_share < 1:
         raise ValueError(f"valid_share is {valid_share}: expected at least 0 and below 1")
     if shard_tokens < length:
-        raise ValueError(f"length is {length:,}: expected at most shard_tokens, {shard_tokens:,}; choose a shorter one")
+        raise ValueError(
+            f"length is {length:,}: expected at most shard_tokens, {shard_tokens:,}; choose a shorter one"
+        )
     if train_tokenizer is not None and not 258 <= train_tokenizer <= MAX_VOCAB_SIZE:
         expected = f"expected at least 258 tokens (bytes, end, mask) and at most {MAX_VOCAB_SIZE:,}"
         raise ValueError(f"train_tokenizer is {train_tokenizer}: {expected}")
     if train_tokenizer is not None and tokenizer is not None:
-        raise ValueError(f"tokenizer {str(tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
+        raise ValueError(
+            f"tokenizer {str(tokenizer)!r:.60} and train_tokenizer are both given: leave one out"
+        )
     hashes = Path(out) / HASHES
     KNOWN_HASHES.update(read_hashes(hashes))
-    reading: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer, "glob": glob}
-    sources = {"train": source if isinstance(source, Source) else open_source(source, split=split, **reading)}
+    reading: dict[str, Any] = {
+        "column": column,
+        "documents": documents,
+        "detokenizer": detokenizer,
+        "glob": glob,
+    }
+    sources = {
+        "train": source
+        if isinstance(source, Source)
+        else open_source(source, split=split, **reading)
+    }
     if valid is not None:
-        sources["valid"] = valid if isinstance(valid, Source) else open_source(valid, split="valid", **reading)
+        sources["valid"] = (
+            valid if isinstance(valid, Source) else open_source(valid, split="valid", **reading)
+        )
     elif corpus is not None and isinstance(source, str) and split == "train":
         sources["valid"] = open_source(source, split="valid", **reading)
         if sources["valid"].identity == sources["train"].identity:
             del sources["valid"]  # one file is every split: its end is held out, as of any file
     for each in sources.values():
         if each.folder is not None and Path(out).resolve().is_relative_to(each.folder.resolve()):
-            raise ValueError(f"{out} is inside {each.folder}, whose files are read as text: choose another --out")
+            raise ValueError(
+                f"{out} is inside {each.folder}, whose files are read as text: choose another --out"
+            )
 
     loaded = None
     described: dict[str, Any] = {"trained": train_tokenizer, "on_bytes": TOKENIZER_BYTES}
     if train_tokenizer is None:
-        loaded = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or defaults.tokenizer)
-        described = {key: value for key, value in shards.describe_tokenizer(loaded).items() if key != "name"}
+        loaded = (
+            tokenizer
+            if isinstance(tokenizer, Tokenizer)
+            else load_tokenizer(tokenizer or defaults.tokenizer)
+        )
+        described = {
+            key: value for key, value in shards.describe_tokenizer(loaded).items() if key != "name"
+        }
     settings = {
         "source": sources["train"].identity,
         "valid": sources["valid"].identity if "valid" in sources else {"share": valid_share},
@@ -113,11 +145,15 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     settings = json.loads(json.dumps(settings))
-    job = Preparation(Path(out), settings, workers or count_cores(), on_progress or (lambda _: None))
+    job = Preparation(
+        Path(out), settings, workers or count_cores(), on_progress or (lambda _: None)
+    )
     if job.folder.exists() and not job.folder.is_dir():
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
-    with shards.file_lock(job.folder / ".lock", f"another process prepares {job.folder}: wait for it, or change --out"):
+    with shards.file_lock(
+        job.folder / ".lock", f"another process prepares {job.folder}: wait for it, or change --out"
+    ):
         if overwrite and any((job.folder / name).is_file() for name in (PROGRESS, MANIFEST)):
             remove_files(job.folder)
         finished = begin_or_resume(job)
@@ -148,13 +184,27 @@ class Preparation:
     """One preparation: its folder, its settings, and the state in progress.json from which it resumes."""
 
     def __init__(
-        self, folder: Path, settings: dict[str, Any], workers: int, on_progress: Callable[[PrepareProgress], None]
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        workers: int,
+        on_progress: Callable[[PrepareProgress], None],
     ) -> None:
-        self.folder, self.settings, self.workers, self.on_progress = folder, settings, workers, on_progress
+        self.folder, self.settings, self.workers, self.on_progress = (
+            folder,
+            settings,
+            workers,
+            on_progress,
+        )
         self.sha256 = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        self.length, self.shard_rows = int(settings["length"]), int(settings["shard_tokens"] // settings["length"])
+        self.length, self.shard_rows = (
+            int(settings["length"]),
+            int(settings["shard_tokens"] // settings["length"]),
+        )
         self.is_padded = settings["rows"] == "documents"
-        self.is_cut = "share" in settings["valid"]  # whether the valid split is the end of the train stream
+        self.is_cut = (
+            "share" in settings["valid"]
+        )  # whether the valid split is the end of the train stream
         self.state: dict[str, Any] = {}
 
     @property
@@ -162,10 +212,14 @@ class Preparation:
         return shards.choose_dtype(self.state["tokenizer"]["vocab_size"])
 
     def save_state(self) -> None:
-        shards.write_atomically(self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8"))
+        shards.write_atomically(
+            self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8")
+        )
 
     def open_train_rows(self) -> ShardedRows:
-        files = tuple((shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"])
+        files = tuple(
+            (shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"]
+        )
         return ShardedRows(self.folder, self.length, self.dtype, self.is_padded, files)
 
 
@@ -177,31 +231,46 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     elif (job.folder / PROGRESS).is_file():
         old = read_object(job.folder / PROGRESS, PROGRESS_FORM, shards.PREPARE_AGAIN)
     elif foreign := [path.name for path in list_files(job.folder) if path.suffix != ".part"]:
-        raise ValueError(f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out")
+        raise ValueError(
+            f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out"
+        )
     if old is not None and not any(split["shards"] for split in old["splits"].values()):
         old = None  # nothing is lost by starting over
     if old is not None and old["settings_sha256"] != job.sha256:
         changes = [(key, old["settings"].get(key), value) for key, value in job.settings.items()]
-        lines = [f"  {key}: {then!s:.200} there, {now!s:.200} now" for key, then, now in changes if then != now]
+        lines = [
+            f"  {key}: {then!s:.200} there, {now!s:.200} now"
+            for key, then, now in changes
+            if then != now
+        ]
         content = "prepared data" if is_finished else "an unfinished preparation"
         lines = [f"{job.folder} holds {content} with other settings:", *lines]
         raise ValueError("\n".join([*lines, "(choose another --out, or --overwrite it)"]))
     if is_finished:
         remove_files(job.folder, TEMPORARY)
         return shards.open_data(job.folder).manifest
-    if old is not None and not (job.is_cut and "valid" in old["splits"]):  # else shards are being shortened
+    if old is not None and not (
+        job.is_cut and "valid" in old["splits"]
+    ):  # else shards are being shortened
         for split in old["splits"].values():
             for shard in split["shards"]:
                 shards.check_file(job.folder / shard["file"], shard["bytes"])
     names = ("train",) if job.is_cut else ("train", "valid")
     splits = {name: {"shards": [], "end": [0, 0, 0], "is_complete": False} for name in names}
-    fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits}
+    fresh = {
+        "settings": job.settings,
+        "settings_sha256": job.sha256,
+        "tokenizer": None,
+        "splits": splits,
+    }
     job.state.update(old or fresh)
     job.save_state()
     return None
 
 
-def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def run_preparation(
+    job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Do everything that is left to do and return the manifest."""
     tokenizer = save_tokenizer(job, sources["train"], tokenizer)
     try:
@@ -256,14 +325,22 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
     def pack() -> Iterator[PackedRows]:
         nonlocal rows, text, tokens
         chunks = chunk_documents(parts, skip=packer.documents)
-        for chunk, (consumed, is_whole) in tokenize_chunks(tokenizer.json, job.dtype, chunks, job.workers):
+        for chunk, (consumed, is_whole) in tokenize_chunks(
+            tokenizer.json, job.dtype, chunks, job.workers
+        ):
             packed = packer.feed(*chunk, is_whole=is_whole)
             yield packed
-            rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
+            rows, text, tokens = (
+                rows + len(packed.rows),
+                text + int(chunk.sizes.sum()),
+                tokens + len(chunk.ids),
+            )
             job.on_progress(PrepareProgress(split, consumed, source.total_bytes, text, rows))
 
     for packed in iterate_blocks(pack(), job.shard_rows):
-        state["shards"].append(shards.write_shard(job.folder, split, len(state["shards"]), packed, job.dtype))
+        state["shards"].append(
+            shards.write_shard(job.folder, split, len(state["shards"]), packed, job.dtype)
+        )
         state["end"] = packed.ends[-1].tolist()
         job.save_state()
     if rows == 0:
@@ -282,20 +359,30 @@ def cut_valid(job: Preparation, share: float) -> None:
         rows, (documents, inside, text) = job.open_train_rows(), splits["train"]["end"]
         if (kept := len(rows) - count_valid_rows(len(rows), share)) < 1:
             remove_files(job.folder)
-            problem = f"{len(rows)} rows of length {job.length} are too few for a train and a valid split"
+            problem = (
+                f"{len(rows)} rows of length {job.length} are too few for a train and a valid split"
+            )
             raise ValueError(f"{problem}: choose a smaller --length, more text, or --valid-share 0")
         moved: list[dict[str, Any]] = []
         for part in torch.arange(kept, len(rows)).split(job.shard_rows):
             tokens, lengths = rows.fetch(part)
             no_ends = np.zeros((len(part), 3), dtype=np.int64)
-            packed = PackedRows(tokens.numpy(), None if lengths is None else lengths.numpy(), no_ends)
+            packed = PackedRows(
+                tokens.numpy(), None if lengths is None else lengths.numpy(), no_ends
+            )
             moved.append(shards.write_shard(job.folder, "valid", len(moved), packed, job.dtype))
-        number, row = divmod(kept - 1, job.shard_rows)  # the shard and its row with which the train split ends
+        number, row = divmod(
+            kept - 1, job.shard_rows
+        )  # the shard and its row with which the train split ends
         path = job.folder / splits["train"]["shards"][number]["file"]
         end = np.fromfile(path.with_suffix(".ends"), shards.END_DTYPE).reshape(-1, 3)[row].tolist()
         last = shards.describe_shard(path, row + 1, row_bytes, is_padded=job.is_padded)
         splits["train"] |= {"shards": [*splits["train"]["shards"][:number], last], "end": end}
-        splits["valid"] = {"shards": moved, "end": [documents - end[0], inside, text - end[2]], "is_complete": True}
+        splits["valid"] = {
+            "shards": moved,
+            "end": [documents - end[0], inside, text - end[2]],
+            "is_complete": True,
+        }
         job.save_state()
     sizes, counts = {".bin": row_bytes, ".len": 4}, dict(job.open_train_rows().shards)
     for path in list_files(job.folder):
@@ -315,8 +402,14 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
         totals = {"rows": rows, "tokens": rows * job.length}
         if job.is_padded:
             paths = [(job.folder / shard["file"]).with_suffix(".len") for shard in state["shards"]]
-            totals["tokens"] = sum(int(np.fromfile(path, shards.LENGTH_DTYPE).sum()) for path in paths)
-        splits[name] = totals | {"documents": documents + (inside > 0), "bytes": text, "shards": state["shards"]}
+            totals["tokens"] = sum(
+                int(np.fromfile(path, shards.LENGTH_DTYPE).sum()) for path in paths
+            )
+        splits[name] = totals | {
+            "documents": documents + (inside > 0),
+            "bytes": text,
+            "shards": state["shards"],
+        }
     made_with = "adlm"
     with suppress(PackageNotFoundError):  # not installed
         made_with = f"adlm {version('adlm')}"
@@ -340,14 +433,18 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
         "counts_sha256": shards.hash_file(job.folder / COUNTS),
         "made_with": made_with,
     }
-    shards.write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
+    shards.write_atomically(
+        job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8")
+    )
     remove_files(job.folder, TEMPORARY)
     return manifest
 
 
 def list_files(folder: Path) -> list[Path]:
     """List the files of a preparation by name; progress and manifest come last."""
-    paths = [path for path in folder.glob("*") if path.is_file() and FILE_NAMES.fullmatch(path.name)]
+    paths = [
+        path for path in folder.glob("*") if path.is_file() and FILE_NAMES.fullmatch(path.name)
+    ]
     return sorted(paths, key=lambda path: (path.name.startswith((PROGRESS, MANIFEST)), path.name))
 
 

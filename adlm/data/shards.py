@@ -23,10 +23,21 @@ FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
 COUNT, SHA256 = range(2**62), re.compile("[0-9a-f]{64}")
 # Forms of the values (`matches_form`) in a shard's record, in a progress file and in a manifest.
-SHARD_FORM = {"file": re.compile(r"[\w-]+-\d{5,}\.bin"), "rows": COUNT[1:], "bytes": COUNT[1:], "sha256": SHA256}
+SHARD_FORM = {
+    "file": re.compile(r"[\w-]+-\d{5,}\.bin"),
+    "rows": COUNT[1:],
+    "bytes": COUNT[1:],
+    "sha256": SHA256,
+}
 SHARD_FORM["lengths_sha256"] = (None, SHA256)
-STATE_FORM = {"settings": {"tokenizer": dict}, "settings_sha256": SHA256, "splits": {"*": {"shards": [SHARD_FORM]}}}
-SPLIT_FORM = dict.fromkeys(("rows", "tokens", "documents", "bytes"), COUNT) | {"shards": [SHARD_FORM]}
+STATE_FORM = {
+    "settings": {"tokenizer": dict},
+    "settings_sha256": SHA256,
+    "splits": {"*": {"shards": [SHARD_FORM]}},
+}
+SPLIT_FORM = dict.fromkeys(("rows", "tokens", "documents", "bytes"), COUNT) | {
+    "shards": [SHARD_FORM]
+}
 MANIFEST_FORM = {
     "format": FORMAT,
     **STATE_FORM,
@@ -72,7 +83,10 @@ class ShardedRows:
     @cached_property
     def _tokens(self) -> list[NDArray[Any]]:
         dtype = np.dtype(self.dtype).newbyteorder("<")
-        return [np.memmap(self.folder / file, dtype, "r", shape=(rows, self.length)) for file, rows in self.shards]
+        return [
+            np.memmap(self.folder / file, dtype, "r", shape=(rows, self.length))
+            for file, rows in self.shards
+        ]
 
     @cached_property
     def _lengths(self) -> list[NDArray[Any]]:
@@ -100,9 +114,13 @@ class ShardedRows:
         counts = np.zeros(vocab_size, dtype=np.int64)
         for index in torch.arange(len(self)).split(max(1, COUNT_BYTES // (8 * self.length))):
             tokens, lengths = self.fetch(index)
-            chunk = tokens if lengths is None else tokens[torch.arange(self.length) < lengths[:, None]]
+            chunk = (
+                tokens if lengths is None else tokens[torch.arange(self.length) < lengths[:, None]]
+            )
             if int(chunk.max()) >= vocab_size:
-                raise ValueError(f"{self.folder} holds token {chunk.max()} of {vocab_size} tokens: {PREPARE_AGAIN}")
+                raise ValueError(
+                    f"{self.folder} holds token {chunk.max()} of {vocab_size} tokens: {PREPARE_AGAIN}"
+                )
             counts += np.bincount(chunk.flatten().numpy(), minlength=vocab_size)
         return counts
 
@@ -122,8 +140,12 @@ class PreparedData:
 
     def rows(self, split: str) -> ShardedRows:
         if split not in self.splits:
-            raise ValueError(f"{self.folder} has no split {split!r}: it has {', '.join(self.splits)}")
-        shards = tuple((shard["file"], shard["rows"]) for shard in self.manifest["splits"][split]["shards"])
+            raise ValueError(
+                f"{self.folder} has no split {split!r}: it has {', '.join(self.splits)}"
+            )
+        shards = tuple(
+            (shard["file"], shard["rows"]) for shard in self.manifest["splits"][split]["shards"]
+        )
         return ShardedRows(self.folder, self.length, self.manifest["dtype"], self.is_padded, shards)
 
     def counts(self) -> Tensor:
@@ -139,7 +161,11 @@ def open_data(path: Path | str, *, verify: bool = False) -> PreparedData:
         file = folder / shard["file"]
         check_file(file, shard["bytes"], shard["sha256"] if verify else None)
         if "lengths_sha256" in shard:
-            check_file(file.with_suffix(".len"), 4 * shard["rows"], shard["lengths_sha256"] if verify else None)
+            check_file(
+                file.with_suffix(".len"),
+                4 * shard["rows"],
+                shard["lengths_sha256"] if verify else None,
+            )
     check_file(folder / COUNTS, None, manifest["counts_sha256"])
     check_file(folder / "tokenizer.json", None, manifest["tokenizer"]["sha256"])
     return PreparedData(folder, manifest, load_checked_tokenizer(folder, manifest["tokenizer"]))
@@ -149,17 +175,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a finished folder."""
     if not (folder / MANIFEST).is_file():
         if (folder / PROGRESS).is_file():
-            raise ValueError(f"{folder} is not finished: run the same `adlm prepare` again to resume it")
-        raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
+            raise ValueError(
+                f"{folder} is not finished: run the same `adlm prepare` again to resume it"
+            )
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`"
+        )
     manifest = read_object(folder / MANIFEST, MANIFEST_FORM, PREPARE_AGAIN)
-    vocab_size, length, is_padded = manifest["vocab_size"], manifest["length"], manifest["rows"] == "documents"
+    vocab_size, length, is_padded = (
+        manifest["vocab_size"],
+        manifest["length"],
+        manifest["rows"] == "documents",
+    )
     dtype, problem = choose_dtype(vocab_size), ""
-    if any(manifest["tokenizer"].get(key) != manifest.get(key) for key in ("vocab_size", "mask_id")):
+    if any(
+        manifest["tokenizer"].get(key) != manifest.get(key) for key in ("vocab_size", "mask_id")
+    ):
         problem = "the tokenizer has other ids"
     for split in manifest["splits"].values():
         rows = [shard["rows"] for shard in split["shards"]]
         sizes = [length * np.dtype(dtype).itemsize * count for count in rows]
-        is_sized = manifest.get("dtype") == dtype and sizes == [shard["bytes"] for shard in split["shards"]]
+        is_sized = manifest.get("dtype") == dtype and sizes == [
+            shard["bytes"] for shard in split["shards"]
+        ]
         has_lengths = all(("lengths_sha256" in shard) == is_padded for shard in split["shards"])
         if not (is_sized and has_lengths and split["rows"] == sum(rows)):
             problem = "its shards do not fit dtype, length and rows"
@@ -174,7 +212,9 @@ def load_checked_tokenizer(folder: Path, expected: Mapping[str, Any]) -> Tokeniz
     actual = describe_tokenizer(tokenizer)
     if wrong := [key for key in actual if key != "name" and actual[key] != expected.get(key)]:
         listed = ", ".join(f"{key} {actual[key]} instead of {expected.get(key)}" for key in wrong)
-        raise ValueError(f"the tokenizer in {folder} is not the one of its manifest ({listed}): {PREPARE_AGAIN}")
+        raise ValueError(
+            f"the tokenizer in {folder} is not the one of its manifest ({listed}): {PREPARE_AGAIN}"
+        )
     return tokenizer
 
 
@@ -184,7 +224,9 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {key: getattr(tokenizer, key) for key in keys}
 
 
-def write_shard(folder: Path, split: str, number: int, packed: PackedRows, dtype: str) -> dict[str, Any]:
+def write_shard(
+    folder: Path, split: str, number: int, packed: PackedRows, dtype: str
+) -> dict[str, Any]:
     """Write rows to a file, which gets its name when it is complete, and return its record."""
     path = folder / f"{split}-{number:05d}.bin"
     if packed.lengths is not None:
@@ -192,12 +234,22 @@ def write_shard(folder: Path, split: str, number: int, packed: PackedRows, dtype
     write_atomically(path.with_suffix(".ends"), packed.ends.astype(END_DTYPE).tobytes())
     content = np.ascontiguousarray(packed.rows, dtype=np.dtype(dtype).newbyteorder("<"))
     write_atomically(path, content.data.cast("B"))
-    return describe_shard(path, len(content), content.itemsize * content.shape[1], is_padded=packed.lengths is not None)
+    return describe_shard(
+        path,
+        len(content),
+        content.itemsize * content.shape[1],
+        is_padded=packed.lengths is not None,
+    )
 
 
 def describe_shard(path: Path, rows: int, row_bytes: int, *, is_padded: bool) -> dict[str, Any]:
     """Return the record of a shard's first rows."""
-    record = {"file": path.name, "rows": rows, "bytes": rows * row_bytes, "sha256": hash_file(path, rows * row_bytes)}
+    record = {
+        "file": path.name,
+        "rows": rows,
+        "bytes": rows * row_bytes,
+        "sha256": hash_file(path, rows * row_bytes),
+    }
     if is_padded:
         record["lengths_sha256"] = hash_file(path.with_suffix(".len"), 4 * rows)
     return record
@@ -219,7 +271,9 @@ def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
 def hash_file(path: Path, size: int | None = None) -> str:
     """Return the SHA-256 of a file, or of its first bytes."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file if size is None else io.BytesIO(file.read(size)), "sha256").hexdigest()
+        return hashlib.file_digest(
+            file if size is None else io.BytesIO(file.read(size)), "sha256"
+        ).hexdigest()
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -249,7 +303,9 @@ def file_lock(path: Path, message: str) -> Iterator[None]:
     """Context manager: lock a file, creating it if needed, at most until this process ends, whatever its children do;
     ValueError(message) if another process has locked it."""
     if os.name != "posix":
-        raise OSError(f"{path} cannot be locked on this system: run adlm on Linux or macOS (on Windows, in WSL)")
+        raise OSError(
+            f"{path} cannot be locked on this system: run adlm on Linux or macOS (on Windows, in WSL)"
+        )
     import fcntl
 
     with path.open("ab") as file:

@@ -28,7 +28,13 @@ READABLE = (*formats.TEXT_SUFFIXES, *TABLES)
 MARKUP = (".md", ".rst", ".py", ".html")  # read as plain text where a folder holds no other text
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?")
 SLICE = re.compile(r"([\w.-]+)(\[(?:-?\d+)?:(?:-?\d+)?\])?")
-SPLIT_WORDS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "heldout": "test"}
+SPLIT_WORDS = {
+    "training": "train",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "heldout": "test",
+}
 SPLIT_WORDS |= {split: split for split in ("train", "validation", "test")}
 KNOWN_HASHES: dict[str, str] = {}  # SHA-256 of files by what `describe_version` returns
 
@@ -40,9 +46,13 @@ class Source:
     name: str
     identity: dict[str, Any]  # what decides the documents: content, not paths or times
     total_bytes: int | None  # bytes on the disk that will be read; None where unknown
-    parts: Callable[[], Parts]  # the documents, long ones in parts, with the bytes read so far; 0 where unknown
+    parts: Callable[
+        [], Parts
+    ]  # the documents, long ones in parts, with the bytes read so far; 0 where unknown
     folder: Path | None = None  # the folder whose files are read, if it is one
-    hashes: dict[str, str] = field(default_factory=dict)  # to reuse as KNOWN_HASHES when it is opened again
+    hashes: dict[str, str] = field(
+        default_factory=dict
+    )  # to reuse as KNOWN_HASHES when it is opened again
 
     def read(self) -> Documents:
         """Iterate over whole documents, each with the bytes read so far."""
@@ -58,7 +68,9 @@ class Split(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         if not (match := SLICE.fullmatch(text)):
-            raise ValueError(f"split {text!r} is invalid: give a name, optionally with a slice (train[:-1000])")
+            raise ValueError(
+                f"split {text!r} is invalid: give a name, optionally with a slice (train[:-1000])"
+            )
         return cls(match[1], "" if match[2] in (None, "[:]") else match[2])
 
     def resolve_bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
@@ -68,7 +80,9 @@ class Split(NamedTuple):
         if (least := -min(0, start, stop or 0)) == 0:
             return start, stop
         if (n := count()) < least:
-            raise ValueError(f"{self} needs at least {least:,} documents, and there are {n:,}: give a smaller slice")
+            raise ValueError(
+                f"{self} needs at least {least:,} documents, and there are {n:,}: give a smaller slice"
+            )
         return start + n * (start < 0), stop if stop is None else stop + n * (stop < 0)
 
     def __str__(self) -> str:
@@ -77,7 +91,9 @@ class Split(NamedTuple):
 
 def load_excerpt() -> str:
     """Return the opening chapters of a novel in the public domain (see excerpt.md), for demos and tests."""
-    return gzip.decompress(resources.files("adlm.data").joinpath("excerpt.txt.gz").read_bytes()).decode("utf-8")
+    return gzip.decompress(
+        resources.files("adlm.data").joinpath("excerpt.txt.gz").read_bytes()
+    ).decode("utf-8")
 
 
 def open_source(
@@ -101,17 +117,26 @@ def open_source(
     if settings.bundled:
         if colon:
             raise ValueError(f"{spec!r}: {name} comes with the package; give {name} without a path")
-        return _open_files(Path(str(resources.files("adlm.data"))) / "bundled" / settings.bundled, request)
+        return _open_files(
+            Path(str(resources.files("adlm.data"))) / "bundled" / settings.bundled, request
+        )
     if corpus is not None and colon:
         if not place:
-            raise ValueError(f"{spec!r} has no path after the colon: give {name} (from the Hub) or {name}:PATH")
+            raise ValueError(
+                f"{spec!r} has no path after the colon: give {name} (from the Hub) or {name}:PATH"
+            )
         return _open_files(Path(place), request)
     if corpus is not None:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
     text, path = str(spec), Path(spec).expanduser()
     hub, is_path = HUB_NAME.fullmatch(text), isinstance(spec, Path) or path.exists()
     if not is_path and not (hub and hub[3]):  # a revision may have slashes
-        is_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1 or "\\" in text
+        is_path = (
+            text.startswith((".", "/", "~"))
+            or text.endswith("/")
+            or text.count("/") > 1
+            or "\\" in text
+        )
         is_path = is_path or get_suffix(path) in READABLE
     if is_path:
         return _open_files(path, request)
@@ -140,19 +165,27 @@ class SourceRequest:
             return split
         name, splits = "valid" if split.base == "validation" else split.base, self.corpus.splits
         if name not in splits:
-            raise ValueError(f"{self.name} has no split {split.base!r}: choose {' or '.join(splits)} (--split)")
+            raise ValueError(
+                f"{self.name} has no split {split.base!r}: choose {' or '.join(splits)} (--split)"
+            )
         hub_split = Split.parse(splits[name])
         if split.part and hub_split.part:
-            raise ValueError(f"{name} of {self.name} is a slice already ({hub_split}): give {name!r} without a slice")
+            raise ValueError(
+                f"{name} of {self.name} is a slice already ({hub_split}): give {name!r} without a slice"
+            )
         return Split(hub_split.base, split.part or hub_split.part)
 
     def clean_documents(self, parts: Parts, split: Split) -> Parts:
         """Apply the detokenizer, to whole documents; no document at all is an error."""
         if self.corpus.detokenizer:
             clean = DETOKENIZERS[self.corpus.detokenizer]
-            parts = ((clean(text), position, True) for text, position in join_parts(parts, self.name))
+            parts = (
+                (clean(text), position, True) for text, position in join_parts(parts, self.name)
+            )
         if (first := next(parts, None)) is None:
-            raise ValueError(f"{self.name} holds no document in {split}: give a source or a split with text in it")
+            raise ValueError(
+                f"{self.name} holds no document in {split}: give a source or a split with text in it"
+            )
         yield first
         yield from parts
 
@@ -163,31 +196,52 @@ class SourceRequest:
 def _open_files(place: Path, request: SourceRequest) -> Source:
     root, corpus = place.expanduser(), request.corpus
     if not root.exists():
-        raise FileNotFoundError(f"no file or folder {str(root)!r} (given as {request.name!r}): check the path")
+        raise FileNotFoundError(
+            f"no file or folder {str(root)!r} (given as {request.name!r}): check the path"
+        )
     if request.glob and root.is_file():
-        raise ValueError(f"glob {request.glob[0]!r} selects files of a folder, and {root} is a file: leave it out")
+        raise ValueError(
+            f"glob {request.glob[0]!r} selects files of a folder, and {root} is a file: leave it out"
+        )
     split = request.resolve_split()
     files = {root.name: root}
     if root.is_dir():
-        files = select_split_files(select_files(root, corpus.files, request.glob)[0], split.base, root)
-    kinds = sorted({suffix if (suffix := get_suffix(path)) in READABLE else "no suffix" for path in files.values()})
+        files = select_split_files(
+            select_files(root, corpus.files, request.glob)[0], split.base, root
+        )
+    kinds = sorted(
+        {
+            suffix if (suffix := get_suffix(path)) in READABLE else "no suffix"
+            for path in files.values()
+        }
+    )
     if corpus.hub and len(kinds) > 1:
-        raise ValueError(f"{root} has files of several kinds ({', '.join(kinds)}): give one of {', '.join(files)}")
+        raise ValueError(
+            f"{root} has files of several kinds ({', '.join(kinds)}): give one of {', '.join(files)}"
+        )
     if not (total := sum(path.stat().st_size for path in files.values())):
         raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
     tables = [path for path in files.values() if get_suffix(path) in TABLES]
     if request.column and not tables:
-        raise ValueError(f"column {request.column!r} is for tables ({', '.join(TABLES)}); {request.name} is plain text")
+        raise ValueError(
+            f"column {request.column!r} is for tables ({', '.join(TABLES)}); {request.name} is plain text"
+        )
     if request.documents != "auto" and len(tables) == len(files):
-        raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
+        raise ValueError(
+            f"documents={request.documents!r} is for plain text; in {request.name} a row is a document"
+        )
     rule = corpus.documents if request.documents == "auto" else request.documents
     columns: tuple[str, ...] = ()
     if tables:  # of the first one that has a row
-        path, known = next(((path, found) for path in tables if (found := formats.read_columns(path))), (root, {}))
+        path, known = next(
+            ((path, found) for path in tables if (found := formats.read_columns(path))), (root, {})
+        )
         if not known:
             raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
         is_numbered = get_suffix(path) in formats.NUMBERED
-        columns = choose_columns(known, request.column or corpus.column, str(path), is_numbered=is_numbered)
+        columns = choose_columns(
+            known, request.column or corpus.column, str(path), is_numbered=is_numbered
+        )
     characters = None
     if corpus.characters and not tables and len(files) == 1 and not detect_split(*files):
         characters = corpus.characters["valid" if request.split == "validation" else request.split]
@@ -198,13 +252,18 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
             parts = formats.read_text(path, RULES[rule])
             if read_rows := TABLES.get(get_suffix(path)):
                 rows = read_rows(path, columns)
-                parts = ((formats.join_columns(row, columns, place), position, True) for row, position, place in rows)
+                parts = (
+                    (formats.join_columns(row, columns, place), position, True)
+                    for row, position, place in rows
+                )
             for text, position, is_last in parts:
                 yield text, before + position, is_last
             before += path.stat().st_size
             # Another mode or link changes the device or the change time, not the content.
             if describe_version(path).split()[:3] != versions[path].split()[:3]:
-                raise ValueError(f"{path} changed while it was read: run the same command again, with --overwrite")
+                raise ValueError(
+                    f"{path} changed while it was read: run the same command again, with --overwrite"
+                )
 
     def count() -> int:
         if all(get_suffix(path) == ".parquet" for path in files.values()):
@@ -229,22 +288,35 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     identity["characters"] = list(characters) if characters else None
     if label := corpus.stand_ins.get("+".join(columns)):
         identity["stand_in"] = label
-    hashes = {version: KNOWN_HASHES[version] for version in versions.values() if version in KNOWN_HASHES}
-    return Source(request.name, identity, total, read_parts, root if root.is_dir() else None, hashes)
+    hashes = {
+        version: KNOWN_HASHES[version] for version in versions.values() if version in KNOWN_HASHES
+    }
+    return Source(
+        request.name, identity, total, read_parts, root if root.is_dir() else None, hashes
+    )
 
 
 def _sort_naturally(name: str) -> tuple[Any, ...]:
     """Sort key: part-2 before part-10; the name itself breaks ties (2 and 02)."""
-    return *((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)), (-1, name)
+    return *(
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ), (-1, name)
 
 
-def select_files(root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()) -> tuple[dict[str, Path], list[str]]:
+def select_files(
+    root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()
+) -> tuple[dict[str, Path], list[str]]:
     """Return the files of a folder that are read (docs/data.md), in natural order, and the names of the others."""
     every = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
-    files = {name: path for name, path in every.items() if not re.search(r"(^|/)\.", name)}  # without hidden ones
+    files = {
+        name: path for name, path in every.items() if not re.search(r"(^|/)\.", name)
+    }  # without hidden ones
 
     def matches(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name if "/" in pattern else name.rpartition("/")[2], pattern) for pattern in patterns)
+        return any(
+            fnmatchcase(name if "/" in pattern else name.rpartition("/")[2], pattern)
+            for pattern in patterns
+        )
 
     names = {name for name in files if matches(name, glob)}
     if not glob:
@@ -253,17 +325,27 @@ def select_files(root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()
         names = names or {name for name in files if suffixes[name] in MARKUP}
     if not names:
         listed = ", ".join(sorted(files)[:10]) + (", ..." if len(files) > 10 else "") or "nothing"
-        expected = f"name of the pattern {', '.join(glob)}" if glob else f"file to read ({', '.join(READABLE + MARKUP)}"
+        expected = (
+            f"name of the pattern {', '.join(glob)}"
+            if glob
+            else f"file to read ({', '.join(READABLE + MARKUP)}"
+        )
         hint = "" if glob else ", each also with .gz); others are read with --glob PATTERN"
         raise ValueError(f"{root} holds no {expected}{hint}; found: {listed}")
     if twice := [name for name in sorted(names) if f"{name}.gz" in names]:
-        raise ValueError(f"{root} holds {twice[0]} and {twice[0]}.gz, which may be the same text: leave one of them")
-    return {name: files[name] for name in sorted(names, key=_sort_naturally)}, sorted(files.keys() - names)
+        raise ValueError(
+            f"{root} holds {twice[0]} and {twice[0]}.gz, which may be the same text: leave one of them"
+        )
+    return {name: files[name] for name in sorted(names, key=_sort_naturally)}, sorted(
+        files.keys() - names
+    )
 
 
 def detect_split(name: str) -> str | None:
     """Return the split that a file's name, or else its nearest folder's, contains."""
-    words = [word for part in reversed(name.split("/")) for word in re.split(r"[^a-z]+", part.lower())]
+    words = [
+        word for part in reversed(name.split("/")) for word in re.split(r"[^a-z]+", part.lower())
+    ]
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
@@ -274,11 +356,17 @@ def select_split_files(files: dict[str, Path], split: str, root: Path) -> dict[s
         return files
     if unnamed := [name for name in splits if splits[name] is None]:
         named = next(name for name in splits if splits[name])
-        raise ValueError(f"{root}: {named} is named after a split, {unnamed[0]} is not: rename it, or use split='all'")
-    if chosen := {name: path for name, path in files.items() if splits[name] == SPLIT_WORDS.get(split, split)}:
+        raise ValueError(
+            f"{root}: {named} is named after a split, {unnamed[0]} is not: rename it, or use split='all'"
+        )
+    if chosen := {
+        name: path for name, path in files.items() if splits[name] == SPLIT_WORDS.get(split, split)
+    }:
         return chosen
     known = ", ".join(sorted({str(named) for named in splits.values()}))
-    raise ValueError(f"{root} has no file of the split {split!r}; it has {known}: choose one of these, or give a file")
+    raise ValueError(
+        f"{root} has no file of the split {split!r}; it has {known}: choose one of these, or give a file"
+    )
 
 
 def describe_version(path: Path) -> str:
@@ -311,7 +399,9 @@ def slice_documents(parts: Parts, start: int, stop: int | None) -> Parts:
 def _cut_characters(documents: Documents, start: int, stop: int, name: str) -> Parts:
     for text, position in documents:
         if len(text) < stop:
-            raise ValueError(f"{name} has {len(text):,} characters, its splits need {stop:,}: give the whole file")
+            raise ValueError(
+                f"{name} has {len(text):,} characters, its splits need {stop:,}: give the whole file"
+            )
         yield text[start:stop], position, True
 
 
@@ -328,18 +418,28 @@ def choose_columns(
     if spec is None and ("text" in texts or len(texts) == 1):
         return ("text",) if "text" in texts else (texts[0],)
     numbers = "; where there is no header, give numbers: --column 0" if is_numbered else ""
-    known = ", ".join(f"{column!r:.40}{'' if is_text else ' (no text)'}" for column, is_text in columns.items())
-    raise ValueError(f"{name} has no text column {spec or 'text'!r}; choose one with --column: {known}{numbers}")
+    known = ", ".join(
+        f"{column!r:.40}{'' if is_text else ' (no text)'}" for column, is_text in columns.items()
+    )
+    raise ValueError(
+        f"{name} has no text column {spec or 'text'!r}; choose one with --column: {known}{numbers}"
+    )
 
 
 # The Hub.
 
 
-def _open_hub(repo: str, config: str | None, revision: str | None, request: SourceRequest) -> Source:
+def _open_hub(
+    repo: str, config: str | None, revision: str | None, request: SourceRequest
+) -> Source:
     check_hub()
-    datasets = import_extra("datasets", f"{request.name} is on the Hugging Face Hub, which needs datasets", "data")
+    datasets = import_extra(
+        "datasets", f"{request.name} is on the Hugging Face Hub, which needs datasets", "data"
+    )
     if request.documents != "auto":
-        raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
+        raise ValueError(
+            f"documents={request.documents!r} is for plain text; in {request.name} a row is a document"
+        )
     split = request.resolve_split()
     # The branch of conversions has a folder for each configuration, and no card that names them.
     where = {"data_dir": config} if revision == CONVERTED else {"name": config}
@@ -351,32 +451,49 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         problem = f"{request.name} is no file, and loading {repo} from the Hub failed ({error})"
         raise FileNotFoundError(f"{problem}: check the name and the connection{local}") from error
     except RuntimeError as error:  # a repository that is a script
-        raise ValueError(f"{repo} cannot be read ({error}): try {request.name}@{CONVERTED}") from error
+        raise ValueError(
+            f"{repo} cannot be read ({error}): try {request.name}@{CONVERTED}"
+        ) from error
     if split.base == "valid" and "valid" not in splits:
         split = Split("validation", split.part)
     if split.base not in splits:
-        raise ValueError(f"{request.name} has no split {split.base!r}: choose one of {', '.join(splits)}")
+        raise ValueError(
+            f"{request.name} has no split {split.base!r}: choose one of {', '.join(splits)}"
+        )
     rows = splits[split.base]
     features = builder.info.features or rows.features
     columns = {name: isinstance(value, str) for name, value in next(iter(rows), {}).items()}
     if features:
-        columns = {name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in features.items()}
+        columns = {
+            name: getattr(kind, "dtype", "") in ("string", "large_string")
+            for name, kind in features.items()
+        }
     names = choose_columns(columns, request.column or request.corpus.column, request.name)
 
     def count() -> int:
         known = (builder.info.splits or {}).get(split.base)
         if known is None or not known.num_examples:
-            raise ValueError(f"{split} needs the number of documents, which {repo} does not have: use local files")
+            raise ValueError(
+                f"{split} needs the number of documents, which {repo} does not have: use local files"
+            )
         return int(known.num_examples)
 
     start, stop = split.resolve_bounds(count)
 
     def read_rows() -> Parts:
         chosen = rows.select_columns(list(names)).skip(start)
-        for number, row in enumerate(chosen if stop is None else chosen.take(max(0, stop - start)), start):
+        for number, row in enumerate(
+            chosen if stop is None else chosen.take(max(0, stop - start)), start
+        ):
             yield formats.join_columns(row, names, f"{request.name}, row {number}"), 0, True
 
-    identity = {"kind": "hub", "reader": READER, "repo": repo, "config": config, "split": split.base}
+    identity = {
+        "kind": "hub",
+        "reader": READER,
+        "repo": repo,
+        "config": config,
+        "split": split.base,
+    }
     identity |= {"slice": [start, stop], "revision": builder.hash, "column": "+".join(names)}
     identity["detokenizer"] = request.corpus.detokenizer
     return Source(request.name, identity, None, lambda: request.clean_documents(read_rows(), split))

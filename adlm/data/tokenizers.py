@@ -25,7 +25,9 @@ MAX_JSON_BYTES = 2**26  # of a file that describes data, a model or a tokenizer
 MAX_VOCAB_SIZE = 2**24
 END_OF_TEXT = "<|endoftext|>"
 BUNDLED = ("gpt2", "bert-base-uncased")
-WEIGHTS = Path(__file__).resolve().parents[1] / "weights"  # bundled models, each with its tokenizer.json
+WEIGHTS = (
+    Path(__file__).resolve().parents[1] / "weights"
+)  # bundled models, each with its tokenizer.json
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Keys of special tokens in a configuration; the first one that is present counts.
 CONFIG_KEYS = {"bos": ["bos_token", "cls_token"], "eos": ["eos_token", "sep_token"]}
@@ -48,7 +50,9 @@ class Tokenizer:
     pad_id: int | None = None
     own_mask_id: int | None = None
     name: str = "bpe"
-    source: str | None = None  # the tokenizer.json as it was read; its hash identifies the tokenizer
+    source: str | None = (
+        None  # the tokenizer.json as it was read; its hash identifies the tokenizer
+    )
 
     def __post_init__(self) -> None:
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -56,13 +60,19 @@ class Tokenizer:
             raise ValueError(f"{problem}; check the ids of its vocabulary")
         self.bpe.no_padding()
         self.bpe.no_truncation()
-        self.bpe.encode_special_tokens = True  # "[MASK]" in a text is six characters, never the mask
+        self.bpe.encode_special_tokens = (
+            True  # "[MASK]" in a text is six characters, never the mask
+        )
         for token_id in [token_id for token_id in self.special_ids if token_id is not None]:
             if (token := self.bpe.id_to_token(token_id)) is None:
-                raise ValueError(f"{self.name}: special token {token_id} is not in the vocabulary: check its files")
+                raise ValueError(
+                    f"{self.name}: special token {token_id} is not in the vocabulary: check its files"
+                )
             if token_id in self.encode(token):
                 problem = f"{self.name}: the text {token!r} is encoded to special token {token_id}"
-                raise ValueError(f"{problem}: mark it as special in tokenizer.json (added_tokens, special: true)")
+                raise ValueError(
+                    f"{problem}: mark it as special in tokenizer.json (added_tokens, special: true)"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -107,8 +117,14 @@ class Tokenizer:
         """Return the text of the ids; a mask among them is an error."""
         for position, token in enumerate(ids):
             if token == self.mask_id or not 0 <= token < self.vocab_size:
-                problem = "the mask" if token == self.mask_id else f"outside the vocabulary of {self.vocab_size}"
-                raise ValueError(f"token {token} at position {position} is {problem}: only text can be decoded")
+                problem = (
+                    "the mask"
+                    if token == self.mask_id
+                    else f"outside the vocabulary of {self.vocab_size}"
+                )
+                raise ValueError(
+                    f"token {token} at position {position} is {problem}: only text can be decoded"
+                )
         return self.bpe.decode(list(ids), skip_special_tokens=skip_special)
 
     def save(self, folder: Path | str) -> None:
@@ -141,27 +157,48 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
         path = path / "tokenizer.json"
     if path.is_file():
         return _load_file(path)
-    if path.exists() or path.suffix == ".json" or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+    if (
+        path.exists()
+        or path.suffix == ".json"
+        or path.is_absolute()
+        or name.startswith(".")
+        or name.count("/") > 1
+    ):
         raise ValueError(f"tokenizer {name!r} has no tokenizer.json: {EXPECTED_NAME}")
     if "/" not in name and (hint := suggest_names(name, [*BUNDLED, *BUILT_IN, *bundled_models])):
-        raise ValueError(f"unknown tokenizer {name!r}{hint}: give one of these, a file, or OWNER/{name} for the Hub's")
+        raise ValueError(
+            f"unknown tokenizer {name!r}{hint}: give one of these, a file, or OWNER/{name} for the Hub's"
+        )
     try:
-        return _load_file(download_files(name, "tokenizer.json", *CONFIG_FILES) / "tokenizer.json", name=name)
+        return _load_file(
+            download_files(name, "tokenizer.json", *CONFIG_FILES) / "tokenizer.json", name=name
+        )
     except FileNotFoundError as error:
-        raise ValueError(f"tokenizer {name!r} could not be loaded ({error}): {EXPECTED_NAME}") from error
+        raise ValueError(
+            f"tokenizer {name!r} could not be loaded ({error}): {EXPECTED_NAME}"
+        ) from error
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = None, name: str = "bpe") -> Tokenizer:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, *, end_token: str | None = None, name: str = "bpe"
+) -> Tokenizer:
     """Train a byte-level BPE; `vocab_size` counts the mask, and the end token where there is one."""
     specials = [] if end_token is None else [AddedToken(end_token, special=True, normalized=False)]
     if vocab_size <= (least := BYTES + len(specials)):
-        raise ValueError(f"vocab_size is {vocab_size}: expected more than {least}, which leaves an id for the mask")
+        raise ValueError(
+            f"vocab_size is {vocab_size}: expected more than {least}, which leaves an id for the mask"
+        )
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # sorted: this order gives the ids of the bytes
+    alphabet = sorted(
+        pre_tokenizers.ByteLevel.alphabet()
+    )  # sorted: this order gives the ids of the bytes
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
+        vocab_size=vocab_size - 1,
+        initial_alphabet=alphabet,
+        special_tokens=specials,
+        show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
     end_id = None if end_token is None else bpe.token_to_id(end_token)
@@ -171,9 +208,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = 
 def _make_byte_tokenizer() -> Tokenizer:
     """Make a tokenizer of bytes, in their order, the end of text and the mask."""
     # In a byte-level vocabulary a visible byte is its own character; the others count from 256 on.
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    visible = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     hidden = [byte for byte in range(BYTES) if byte not in visible]
-    vocabulary = {chr(byte if byte in visible else BYTES + hidden.index(byte)): byte for byte in range(BYTES)}
+    vocabulary = {
+        chr(byte if byte in visible else BYTES + hidden.index(byte)): byte for byte in range(BYTES)
+    }
     bpe = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
@@ -188,7 +231,9 @@ def _make_character_tokenizer() -> Tokenizer:
     bpe = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="[UNK]"))
     bpe.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
     bpe.decoder = decoders.Fuse()
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    bpe.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in specials]
+    )
     bos, eos, pad, mask = (vocabulary[f"[{role}]"] for role in ("BOS", "EOS", "PAD", "MASK"))
     return Tokenizer(bpe, bos, eos, pad, mask, name="characters")
 
@@ -201,7 +246,10 @@ def read_json(path: Path, remedy: str = "the file is damaged") -> Any:
     """Read a JSON file."""
     try:
         return json.loads(read_bounded(path))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too large, or too many brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not JSON, not UTF-8, too large, or too many brackets
         raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
 
 
@@ -211,7 +259,9 @@ def read_object(path: Path, form: dict[str, Any], remedy: str) -> dict[str, Any]
     content = content if isinstance(content, dict) else {}
     for key, expected in form.items():
         if not matches_form(content.get(key), expected):
-            value = f"{key} {content[key]!r:.80}, which is not valid" if key in content else f"no {key}"
+            value = (
+                f"{key} {content[key]!r:.80}, which is not valid" if key in content else f"no {key}"
+            )
             raise ValueError(f"{path} has {value}: {remedy}")
     return content
 
@@ -241,13 +291,17 @@ def matches_form(value: Any, form: Any) -> bool:
 def read_bounded(path: Path) -> str:
     """Return the text of a small file; refuse a large one, which would fill the memory."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes: expected at most {MAX_JSON_BYTES:,}; make or fetch it again")
+        raise ValueError(
+            f"{path} has {size:,} bytes: expected at most {MAX_JSON_BYTES:,}; make or fetch it again"
+        )
     return path.read_bytes().decode("utf-8")
 
 
 def _load_file(path: Path, name: str | None = None) -> Tokenizer:
     if not path.is_file():
-        raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json of the `tokenizers` library")
+        raise ValueError(
+            f"no tokenizer at {path}: expected a tokenizer.json of the `tokenizers` library"
+        )
     config: dict[str, Any] = {}
     for other in reversed(CONFIG_FILES):  # the first of them takes precedence
         if (path.parent / other).is_file():
@@ -255,22 +309,37 @@ def _load_file(path: Path, name: str | None = None) -> Tokenizer:
             if not isinstance(content, dict):
                 raise ValueError(f"{path.parent / other} is no JSON object: make or fetch it again")
             config |= content
-    name = name or config.get("name") or (path.parent.name if path.name == "tokenizer.json" else path.stem)
+    name = (
+        name
+        or config.get("name")
+        or (path.parent.name if path.name == "tokenizer.json" else path.stem)
+    )
     return _parse_json(read_bounded(path), config, str(name))
 
 
 def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
     try:
         bpe = tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:  # the library raises plain Exception, and what is none where it panics
+    except (
+        BaseException
+    ) as error:  # the library raises plain Exception, and what is none where it panics
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise ValueError(f"{name} is not a sound tokenizer.json ({error}): make or fetch it again") from error
+        raise ValueError(
+            f"{name} is not a sound tokenizer.json ({error}): make or fetch it again"
+        ) from error
     if dropout := getattr(bpe.model, "dropout", None):
-        raise ValueError(f"{name} has model.dropout {dropout}, and a text must have one encoding: set it to null")
+        raise ValueError(
+            f"{name} has model.dropout {dropout}, and a text must have one encoding: set it to null"
+        )
     added = {token.content for token in bpe.get_added_tokens_decoder().values()}
     ids = []
-    for role, keys in CONFIG_KEYS.items():  # what the configuration names (null: nothing), else a well-known name
+    for (
+        role,
+        keys,
+    ) in (
+        CONFIG_KEYS.items()
+    ):  # what the configuration names (null: nothing), else a well-known name
         configured = [config[key] for key in keys if key in config]
         names = [token for token in configured if token is not None]
         if not configured:
@@ -278,7 +347,9 @@ def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
         token = next(iter(names), None)
         token = token.get("content", token) if isinstance(token, dict) else token
         if not isinstance(token, str | None):
-            raise ValueError(f"{name} names {token!r:.80} as {role}: expected a token or its content; fetch it again")
+            raise ValueError(
+                f"{name} names {token!r:.80} as {role}: expected a token or its content; fetch it again"
+            )
         ids.append(None if token is None else bpe.token_to_id(token))
     bos, eos, pad, mask = ids
     return Tokenizer(bpe, bos, eos, pad, mask, name, text)

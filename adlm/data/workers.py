@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 # Between a visible ASCII character and a space before a letter, or a line end; between a letter and a punctuation mark.
 WORD_CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z]|\n)|(?<=[A-Za-z])(?=[,.;:!?\"])")
 MAX_CACHED_WORDS = 2**18  # about 50 MB
-MAX_CACHED_LENGTH = 40  # characters: text without Latin letters is hardly cut, and paragraphs do not repeat
+MAX_CACHED_LENGTH = (
+    40  # characters: text without Latin letters is hardly cut, and paragraphs do not repeat
+)
 CHUNKS_PER_PROCESS = 3  # in flight: one in work, one waiting, one on its way back
 
 
@@ -44,7 +46,9 @@ class WorkerProcess:
         self.connection, theirs = Pipe()
         # One thread each: the processes are the parallel part.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-P", __file__, dtype], stdin=theirs.fileno(), env=environment)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__, dtype], stdin=theirs.fileno(), env=environment
+        )
         theirs.close()
         self.connection.send(description)
 
@@ -55,7 +59,9 @@ class WorkerProcess:
             return TokenizedChunk(*self.connection.recv())
         except (OSError, EOFError) as error:
             problem = f"a tokenizing process ended with code {self.process.wait()}; its messages are above"
-            raise ChildProcessError(f"{problem}. If memory was short, try fewer --workers") from error
+            raise ChildProcessError(
+                f"{problem}. If memory was short, try fewer --workers"
+            ) from error
 
 
 def tokenize_chunks(
@@ -94,7 +100,11 @@ def tokenize_chunks(
 
 
 def chunk_documents(
-    parts: Iterable[tuple[str, int, bool]], *, skip: int = 0, characters: int = 2**20, max_documents: int = 4096
+    parts: Iterable[tuple[str, int, bool]],
+    *,
+    skip: int = 0,
+    characters: int = 2**20,
+    max_documents: int = 4096,
 ) -> Iterator[tuple[list[str], tuple[int, bool]]]:
     """Yield lists of documents after the first `skip`, the bytes read so far, and whether the last one is whole."""
     texts: list[str] = []
@@ -118,13 +128,20 @@ def can_cut_words(description: dict[str, Any]) -> bool:
     They have with the pre-tokenizers of GPT-2, of BERT and of single characters. An added token that is not special is
     searched for in the text before it is split, and may have a space in it.
     """
-    splitter, normalizer = description.get("pre_tokenizer") or {}, description.get("normalizer") or {}
-    if description["model"].get("dropout") or not all(each["special"] for each in description.get("added_tokens", [])):
+    splitter, normalizer = (
+        description.get("pre_tokenizer") or {},
+        description.get("normalizer") or {},
+    )
+    if description["model"].get("dropout") or not all(
+        each["special"] for each in description.get("added_tokens", [])
+    ):
         return False
     if splitter.get("type") == "BertPreTokenizer":
         return normalizer.get("type", "BertNormalizer") == "BertNormalizer"
     is_bytes = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"]
-    is_bytes = is_bytes and (splitter.get("use_regex", True) or description["model"].get("merges") == [])
+    is_bytes = is_bytes and (
+        splitter.get("use_regex", True) or description["model"].get("merges") == []
+    )
     is_characters = splitter.get("type") == "Split" and splitter["pattern"] == {"Regex": r"[\s\S]"}
     return not normalizer and (is_bytes or is_characters)
 
@@ -164,13 +181,17 @@ class CachedEncoder:
 
 def run_worker(dtype: str) -> None:
     """Receive a tokenizer and then chunks on standard input, a socket, and send ids back until the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches every process; the parent handles it
     with suppress(EOFError, OSError), Connection(sys.stdin.fileno()) as parent:
         encoder = CachedEncoder(parent.recv(), dtype)
         while True:
             texts = parent.recv()
             parts = [encoder.encode(text) for text in texts]
-            lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
+            lengths = np.array(
+                [len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64
+            )
             sizes = np.array([len(text.encode("utf-8")) for text in texts], dtype=np.int64)
             parent.send((np.frombuffer(b"".join(parts), encoder.dtype), lengths, sizes))
 

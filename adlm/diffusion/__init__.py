@@ -11,7 +11,14 @@ from adlm.diffusion.plans import (  # isort: skip
     Plan, Transition, ancestral, ddpm, dfm, forward_backward, remask_cap, remask_conf, remask_loop, remask_rescale,
 )  # fmt: skip
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import Cosine, CosineSquared, Geometric, Linear, LogLinear, NoiseSchedule
+from adlm.diffusion.schedules import (
+    Cosine,
+    CosineSquared,
+    Geometric,
+    Linear,
+    LogLinear,
+    NoiseSchedule,
+)
 
 __all__ = [
     "AnchorRule", "Cosine", "CosineSquared", "CounterRng", "FeatureModel", "ForwardProcess", "Frame", "Geometric",

@@ -33,7 +33,9 @@ def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = 
         check_probability("max_fraction", max_fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
-        most = (max_count or 0) if max_fraction is None else max_fraction * _row_lengths(tokens, valid)
+        most = (
+            (max_count or 0) if max_fraction is None else max_fraction * _row_lengths(tokens, valid)
+        )
         return _zero_padding(count_in_row(tokens, valid) <= most, valid)
 
     return rule
@@ -70,7 +72,9 @@ def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> Anch
 def listed_tokens(ids: Sequence[int], vocab_size: int) -> AnchorRule:
     """Tokens of a given list."""
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-        raise ValueError(f"anchor ids {wrong[:5]} are outside the vocabulary: use ids from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"anchor ids {wrong[:5]} are outside the vocabulary: use ids from 0 to {vocab_size - 1}"
+        )
     table = torch.zeros(vocab_size, dtype=torch.bool)
     table[list(ids)] = True
     return _rule_from_table(table)
@@ -84,9 +88,13 @@ def random_positions(fraction: float, seed: int) -> AnchorRule:
         position = torch.arange(tokens.shape[1], device=tokens.device)
         zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
         # The row's key is its text: the sum of a hash of every (token, position) that is not padding.
-        high, low, _, _ = philox((tokens & LOW, position, zero, zero + Purpose.ANCHOR), (zero, zero))
+        high, low, _, _ = philox(
+            (tokens & LOW, position, zero, zero + Purpose.ANCHOR), (zero, zero)
+        )
         row = _zero_padding((high << 32) | low, valid).sum(-1, keepdim=True)
-        return _zero_padding(uniform_pair(zero + seed, row, zero, position, Purpose.ANCHOR)[0] < fraction, valid)
+        return _zero_padding(
+            uniform_pair(zero + seed, row, zero, position, Purpose.ANCHOR)[0] < fraction, valid
+        )
 
     return rule
 
@@ -115,7 +123,9 @@ def _rule_from_table(table: Tensor) -> AnchorRule:
 
 def _row_lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:
     """Count the tokens of each row (B, 1)."""
-    return (torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid).sum(-1, keepdim=True)
+    return (torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid).sum(
+        -1, keepdim=True
+    )
 
 
 def _zero_padding(values: Tensor, valid: Tensor | None) -> Tensor:

@@ -11,7 +11,10 @@ from torch import Tensor
 from adlm.remedies import check_known
 
 NUCLEUS_RULES = ("usual", "lineage")
-CANDIDATE_SIZES = (1024, 8192)  # the nucleus is sought among the likeliest 1024 tokens, then 8192, then all
+CANDIDATE_SIZES = (
+    1024,
+    8192,
+)  # the nucleus is sought among the likeliest 1024 tokens, then 8192, then all
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,17 @@ class SamplingParams:
             if not isinstance(value, Real):
                 raise ValueError(f"{name} must be a number (1 changes nothing), got {value!r}")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (take the likeliest token) or above, got {self.temperature}")
+            raise ValueError(
+                f"temperature must be 0 (take the likeliest token) or above, got {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1 (keep everything), got {self.top_p}")
+            raise ValueError(
+                f"top_p must be above 0 and at most 1 (keep everything), got {self.top_p}"
+            )
         if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
-            raise ValueError(f"top_k must be a whole number from 1, or None to keep everything, got {self.top_k}")
+            raise ValueError(
+                f"top_k must be a whole number from 1, or None to keep everything, got {self.top_k}"
+            )
         check_known("nucleus", self.nucleus, NUCLEUS_RULES)
 
 
@@ -45,7 +54,9 @@ class TokenLimits:
 
     def __post_init__(self) -> None:
         if bool(self.banned.all(-1).any()):
-            raise ValueError(f"kind {int(self.banned.all(-1).nonzero()[0])} bans all tokens: allow at least one")
+            raise ValueError(
+                f"kind {int(self.banned.all(-1).nonzero()[0])} bans all tokens: allow at least one"
+            )
 
     def apply(self, logits: Tensor, index: Tensor) -> Tensor:
         """Set the banned tokens of logits (N, V) at positions (N,) of the flattened batch to -inf."""
@@ -89,7 +100,9 @@ def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
     return DrawnTokens(tokens, chance)
 
 
-def find_candidates(logits: Tensor, params: SamplingParams, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def find_candidates(
+    logits: Tensor, params: SamplingParams, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the probabilities and ids of the `size` likeliest tokens of each row after top-k and top-p, and whether
     the nucleus ends among them (else a larger size is needed)."""
     values, ids = logits.topk(size, -1)
@@ -104,7 +117,9 @@ def find_candidates(logits: Tensor, params: SamplingParams, size: int) -> tuple[
         total = probs.cumsum(-1)
         keep = total - probs < params.top_p if params.nucleus == "usual" else total <= params.top_p
         keep[:, 0] = True
-        if params.nucleus == "usual":  # equally likely tokens share their fate, whatever order a sort puts them in
+        if (
+            params.nucleus == "usual"
+        ):  # equally likely tokens share their fate, whatever order a sort puts them in
             keep = values >= torch.where(keep, values, torch.inf).amin(-1, keepdim=True)
     is_whole = ~keep[:, -1] if values.shape[1] < whole.shape[1] else torch.ones_like(keep[:, 0])
     probs = torch.where(keep, probs, 0)

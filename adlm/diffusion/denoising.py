@@ -38,7 +38,9 @@ class Frame:
     is_masked: Tensor  # (B, L)
     changed: Tensor  # (B, L): revealed where not masked now, hidden again where masked
     nfe: Tensor  # (B,): network evaluations that each row has had
-    logits: Tensor | None = None  # (B, V): of a causal model, those that the next token was drawn from
+    logits: Tensor | None = (
+        None  # (B, V): of a causal model, those that the next token was drawn from
+    )
 
 
 @dataclass
@@ -72,7 +74,10 @@ class SamplerState:
         """Return uniform numbers (k, B, L) of at most `steps` steps: one for each position, one for its token."""
         if self._numbers is None or not 0 <= self.clock - self._numbers[0] < len(self._numbers[1]):
             made = max(1, self.max_numbers // max(1, self.xt.numel()))
-            self._numbers = (self.clock, *self.rng.pairs(self.clock, made, self.xt.shape[1], Purpose.SAMPLE))
+            self._numbers = (
+                self.clock,
+                *self.rng.pairs(self.clock, made, self.xt.shape[1], Purpose.SAMPLE),
+            )
         first = self.clock - self._numbers[0]
         return self._numbers[1][first : first + steps], self._numbers[2][first : first + steps]
 
@@ -103,7 +108,9 @@ class SamplerState:
         """Draw a token for every revealed position and write it; return the probability (N,) of each token."""
         index = is_revealed.flatten().nonzero()[:, 0]
         u = self.send(self.random_numbers()[1][0].flatten()[index])
-        parts = [draw(logits, u[part], sampling) for part, logits in self.iter_logits(features, index)]
+        parts = [
+            draw(logits, u[part], sampling) for part, logits in self.iter_logits(features, index)
+        ]
         if not parts:
             return u
         self.xt.view(-1)[self.send(index)] = torch.cat([part.tokens for part in parts])
@@ -131,7 +138,9 @@ class SamplerState:
         """Return an order's score of every hidden position (B, L), from their features (N, dim); 0 elsewhere."""
         assert order.score is not None
         index = is_hidden.flatten().nonzero()[:, 0]
-        scores = torch.cat([order.score(logits.float()) for _, logits in self.iter_logits(features, index)]).cpu()
+        scores = torch.cat(
+            [order.score(logits.float()) for _, logits in self.iter_logits(features, index)]
+        ).cpu()
         return scores.new_zeros(self.xt.shape).masked_scatter_(is_hidden, scores)
 
     def send(self, x: Tensor) -> Tensor:
@@ -142,7 +151,10 @@ class SamplerState:
 
 
 def reverse_step(
-    state: SamplerState, transition: Transition, sampling: SamplingParams, confidence: Tensor | None = None
+    state: SamplerState,
+    transition: Transition,
+    sampling: SamplingParams,
+    confidence: Tensor | None = None,
 ) -> Frame:
     """Go from time t to s (one iteration of Algorithm 1), with remask_prob as the paper's sigma_t:
 
@@ -190,20 +202,35 @@ def denoise(
     fixed = ~is_hidden if is_fixed is None else is_fixed.cpu()
     if bool((fixed & is_hidden).any()):
         row, position = (fixed & is_hidden).nonzero()[0].tolist()
-        raise ValueError(f"row {row}, position {position} is fixed but holds the mask token: fixed tokens must be text")
+        raise ValueError(
+            f"row {row}, position {position} is fixed but holds the mask token: fixed tokens must be text"
+        )
     is_free = ~fixed if valid is None else ~fixed & valid.cpu()
     state = SamplerState(
-        xt, is_hidden, is_free, predict, logits_at, mask_id, rng, sampling or SamplingParams(), valid, limits
+        xt,
+        is_hidden,
+        is_free,
+        predict,
+        logits_at,
+        mask_id,
+        rng,
+        sampling or SamplingParams(),
+        valid,
+        limits,
     )
     windows = [(0, is_free)]
     if block is not None:  # the number and the free positions of each block that has any
         number_at = torch.arange(xt.shape[1]) // block
-        blocks = ((number, is_free & (number_at == number)) for number in number_at.unique().tolist())
+        blocks = (
+            (number, is_free & (number_at == number)) for number in number_at.unique().tolist()
+        )
         windows = [(number, window) for number, window in blocks if bool(window.any())]
     if isinstance(sampler, Plan):
         runs: Iterator[Iterator[Frame]] = (_run_plan(state, sampler, *window) for window in windows)
     else:
-        windows = [(number, window) for number, window in windows if bool((window & is_hidden).any())]
+        windows = [
+            (number, window) for number, window in windows if bool((window & is_hidden).any())
+        ]
         runs = (_run_order(state, sampler, *window) for window in windows)
     if not windows:
         return iter([state.end_step(torch.zeros_like(is_hidden))])
@@ -220,7 +247,9 @@ def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> I
         transition = plan[step]
         if confidence is None:
             return transition
-        remask = confidence_remask_prob(transition.remask_prob, confidence, state.is_hidden | ~state.is_free)
+        remask = confidence_remask_prob(
+            transition.remask_prob, confidence, state.is_hidden | ~state.is_free
+        )
         return replace(transition, remask_prob=remask)
 
     # After a step that changes nothing, `ahead` steps at a time are searched for the next change.
@@ -231,7 +260,11 @@ def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> I
             step, ahead = step + 1, 0 if bool(frame.changed.any()) else IDLE_STEPS
             continue
         numbers = state.random_numbers(min(ahead, len(plan) - step))[0]
-        changed = state.find_changes(numbers, get_transition(slice(step, step + len(numbers)))).flatten(1).any(-1)
+        changed = (
+            state.find_changes(numbers, get_transition(slice(step, step + len(numbers))))
+            .flatten(1)
+            .any(-1)
+        )
         idle = int((~changed).long().cumprod(0).sum())
         for _ in range(idle):
             state.step, state.clock = state.step + 1, state.clock + 1
@@ -244,7 +277,9 @@ def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> I
         yield state.end_step(left)
 
 
-def choose_sampling(sampler: Plan | Order | None, sampling: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
+def choose_sampling(
+    sampler: Plan | Order | None, sampling: SamplingParams
+) -> tuple[SamplingParams, SamplingParams]:
     """Return how a sampler's tokens are drawn, and those that a plan has left hidden at its end."""
     if not isinstance(sampler, Plan):
         return sampling, sampling
@@ -265,7 +300,9 @@ def _run_order(state: SamplerState, order: Order, number: int, window: Tensor) -
             chosen, time = choose_at_random(order, state.rng, state.clock, is_hidden, time)
             features = state.features_at(chosen, mean_noise_level(time))
         else:
-            features = state.features_at(is_hidden, mean_noise_level(is_hidden.sum(-1) / first.clamp(min=1)))
+            features = state.features_at(
+                is_hidden, mean_noise_level(is_hidden.sum(-1) / first.clamp(min=1))
+            )
             scores = state.score_positions(order, is_hidden, features)
             chosen = next_positions(order, scores, is_hidden, state.step - start)
             features = features[state.send(chosen[is_hidden].nonzero()[:, 0])]
@@ -278,7 +315,9 @@ def choose_at_random(
 ) -> tuple[Tensor, Tensor]:
     """Choose the next positions (B, L) at random, and the times (B,) of their reveals: of n hidden, t u^(1/n)."""
     (scores,), (other,) = rng.pairs(clock, 1, is_hidden.shape[1], Purpose.ORDER)
-    return next_positions(order, scores, is_hidden, 0), time * other[:, 0] ** (1 / is_hidden.sum(-1).clamp(min=1))
+    return next_positions(order, scores, is_hidden, 0), time * other[:, 0] ** (
+        1 / is_hidden.sum(-1).clamp(min=1)
+    )
 
 
 def continue_tokens(
@@ -293,13 +332,17 @@ def continue_tokens(
 ) -> Iterator[Frame]:
     """Fill what is not fixed in xt (B, L) from left to right, reading what is, and yield a frame a token."""
     if not bool(is_fixed[:, 0].all()):
-        raise ValueError("position 0 of every row must be fixed for a causal model: a BOS token, for example")
+        raise ValueError(
+            "position 0 of every row must be fixed for a causal model: a BOS token, for example"
+        )
     xt, sampling = xt.to(torch.int64).clone(), sampling or SamplingParams()
     batch, length = xt.shape
     is_fixed = is_fixed.cpu()
     is_masked = ~is_fixed
     nfe = torch.zeros(batch, dtype=torch.int64)
-    given = int(is_fixed.long().cumprod(-1).sum(-1).min())  # the prefix that all rows have is read at once
+    given = int(
+        is_fixed.long().cumprod(-1).sum(-1).min()
+    )  # the prefix that all rows have is read at once
     read = 0
     for position in range(given, length):
         with torch.no_grad():
@@ -316,6 +359,8 @@ def continue_tokens(
         is_masked[:, position] = False
         changed = torch.zeros_like(is_fixed)
         changed[:, position] = is_new
-        yield Frame(position - given + 1, xt.clone(), is_masked.clone(), changed, nfe.clone(), logits)
+        yield Frame(
+            position - given + 1, xt.clone(), is_masked.clone(), changed, nfe.clone(), logits
+        )
     if given == length:
         yield Frame(1, xt, is_masked, torch.zeros_like(is_fixed), nfe)

@@ -18,7 +18,9 @@ DRAW = {"BLOCK": 4096, "num_warps": 8}
 @triton.jit
 def _row(line, start, lane, vocab):
     """Load a piece of a row as float32, minus infinity beyond the vocabulary."""
-    return tl.load(line + start + lane, mask=start + lane < vocab, other=float("-inf")).to(tl.float32)
+    return tl.load(line + start + lane, mask=start + lane < vocab, other=float("-inf")).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -38,7 +40,17 @@ def _mass(line, lane, vocab, peak, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _loss_and_grad(logits, target, weight, loss, offset, stride, vocab, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def _loss_and_grad(
+    logits,
+    target,
+    weight,
+    loss,
+    offset,
+    stride,
+    vocab,
+    HAS_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
     lane = tl.arange(0, BLOCK)
@@ -55,7 +67,9 @@ def _loss_and_grad(logits, target, weight, loss, offset, stride, vocab, HAS_OFFS
     else:
         tl.store(loss + row, lse - picked)
     for start in range(0, vocab, BLOCK):
-        grad = tl.exp(_row(line, start, lane, vocab) - lse) * ratio - tl.where(start + lane == goal, 1.0, 0.0)
+        grad = tl.exp(_row(line, start, lane, vocab) - lse) * ratio - tl.where(
+            start + lane == goal, 1.0, 0.0
+        )
         tl.store(line + start + lane, grad * scale, mask=start + lane < vocab)
 
 
@@ -80,7 +94,9 @@ def _order_key(z):
 
 
 @triton.jit
-def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _draw(
+    logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
     lane = tl.arange(0, BLOCK)
@@ -124,7 +140,9 @@ def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.const
     where = tl.full((), -1, tl.int32)
     for start in range(0, vocab, BLOCK):
         z = _row(line, start, lane, vocab)
-        mass = tl.sum(tl.where((_order_key(z) >> SHIFT) >= low, tl.exp(z - peak), 0.0).to(tl.float64), 0)
+        mass = tl.sum(
+            tl.where((_order_key(z) >> SHIFT) >= low, tl.exp(z - peak), 0.0).to(tl.float64), 0
+        )
         # Rounding may leave the goal just beyond the last piece with any mass: that piece then.
         here = ((where < 0) | (passed <= goal)) & (mass > 0)
         where = tl.where(here, start, where)

@@ -15,9 +15,13 @@ from adlm.diffusion.schedules import LogLinear, NoiseSchedule
 MIN_TIME = 1e-3
 
 
-def stratify_times(u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME) -> Tensor:
+def stratify_times(
+    u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME
+) -> Tensor:
     """Draw stratified (antithetic) times t_i = (u_i + i) / n mod 1, scaled to [eps, 1)."""
-    n = total or u.shape[0]  # `index` and `total`: places in a larger batch, which is split over processes
+    n = (
+        total or u.shape[0]
+    )  # `index` and `total`: places in a larger batch, which is split over processes
     i = torch.arange(u.shape[0], device=u.device) if index is None else index
     return (1 - eps) * ((u / n + i / n) % 1) + eps
 
@@ -30,7 +34,9 @@ def draw_bell_times(t: Tensor, std: float, eps: float) -> tuple[Tensor, Tensor]:
     return times, normal.log_prob(times).exp() * (1 - eps) / (high - low)
 
 
-def mask_tokens(x0: Tensor, hidden_prob: Tensor, u: Tensor, mask_id: int, is_fixed: Tensor | None = None) -> Tensor:
+def mask_tokens(
+    x0: Tensor, hidden_prob: Tensor, u: Tensor, mask_id: int, is_fixed: Tensor | None = None
+) -> Tensor:
     """Hide each token with its row's probability (B,), except at `is_fixed` positions (prompts, padding)."""
     is_hidden = u < hidden_prob[:, None]
     if is_fixed is not None:
@@ -67,7 +73,9 @@ class NoisyBatch:
     tokens: Tensor  # (), float: how many tokens the mean is over; a loss of several means has as many counts
     valid: Any = None  # (B, L): what attention may read, or a tuple that the model takes instead; None is everything
     is_causal: bool = False  # for a causal model: xt is what comes before x0
-    density: Tensor | None = None  # (B,): of t, relative to uniform times; the weights are divided by it
+    density: Tensor | None = (
+        None  # (B,): of t, relative to uniform times; the weights are divided by it
+    )
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the batch to another device without waiting: to a GPU through page-locked memory."""
@@ -77,7 +85,9 @@ class NoisyBatch:
                 return value.to(device)
             if isinstance(value, Selection):
                 return Selection(copy(value.index), copy(value.weight))
-            if isinstance(value, tuple) and hasattr(value, "_fields"):  # of tensors; a plain one has numbers
+            if isinstance(value, tuple) and hasattr(
+                value, "_fields"
+            ):  # of tensors; a plain one has numbers
                 return type(value)(*map(copy, value))
             if not isinstance(value, Tensor):
                 return value
@@ -95,8 +105,12 @@ class ForwardProcess:
     schedule: NoiseSchedule = field(default_factory=LogLinear)
     anchor_rule: AnchorRule | None = None
     anchor_scope: str = "all"
-    attend_padding: bool = False  # the lineage's LM1B: padding is read, masked and counted for anchors like text
-    steps: int | None = None  # of discrete time (alpha must be 1 at time 0, or a reconstruction term is missing)
+    attend_padding: bool = (
+        False  # the lineage's LM1B: padding is read, masked and counted for anchors like text
+    )
+    steps: int | None = (
+        None  # of discrete time (alpha must be 1 at time 0, or a reconstruction term is missing)
+    )
     time_std: float | None = None  # of times around 1/2; None: uniform times
     multiple: int = 1  # what the sizes of selections are rounded up to: GPUs like round sizes
 
@@ -119,9 +133,13 @@ def corrupt(
     """
     mask_id, schedule = process.mask_id, process.schedule
     if mask_id is None:
-        raise ValueError("mask_id is None: hiding tokens needs a mask token; use shift_tokens for a causal model")
+        raise ValueError(
+            "mask_id is None: hiding tokens needs a mask token; use shift_tokens for a causal model"
+        )
     if x0.is_cuda:
-        raise ValueError("x0 is on a GPU: corrupt takes tokens on the CPU; move its result with .to(device)")
+        raise ValueError(
+            "x0 is on a GPU: corrupt takes tokens on the CPU; move its result with .to(device)"
+        )
     u = rng.uniform(step, 1, Purpose.TIME)[:, 0]
     density, eps = None, MIN_TIME if process.steps is None else 0.0
     times = stratify_times(u, index, total, eps)
@@ -178,7 +196,11 @@ def collect_batch(
 
 
 def shift_tokens(
-    x0: Tensor, *, anchor_rule: AnchorRule | None = None, valid: Tensor | None = None, multiple: int = 1
+    x0: Tensor,
+    *,
+    anchor_rule: AnchorRule | None = None,
+    valid: Tensor | None = None,
+    multiple: int = 1,
 ) -> NoisyBatch:
     """Make the batch of a causal model: every next token is a target of weight 1."""
     ones = torch.ones(x0.shape[0], device=x0.device)
@@ -188,9 +210,13 @@ def shift_tokens(
     if anchor_rule is not None:
         anchors = select(anchor_rule(x0, valid)[:, 1:] & counted, ones, multiple)
     hidden, tokens = select(counted, ones, multiple), counted.sum().float()
-    return NoisyBatch(x0[:, 1:], x0[:, :-1], ones, 0 * ones, hidden, anchors, tokens, is_causal=True)
+    return NoisyBatch(
+        x0[:, 1:], x0[:, :-1], ones, 0 * ones, hidden, anchors, tokens, is_causal=True
+    )
 
 
 def _require_tokens(counted: Tensor) -> None:
     if not bool(counted.any()):
-        raise ValueError("all positions of this batch are padding or fixed: leave at least one token to predict")
+        raise ValueError(
+            "all positions of this batch are padding or fixed: leave at least one token to predict"
+        )

@@ -53,15 +53,23 @@ def training_loss(
     """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones)."""
     mask_id = model.config.mask_id
     if batch.is_causal != model.config.is_causal:
-        raise ValueError("a masked model learns from batches of `corrupt`, a causal one from batches of `shift_tokens`")
+        raise ValueError(
+            "a masked model learns from batches of `corrupt`, a causal one from batches of `shift_tokens`"
+        )
     if score_entropy and anchor_weight is not None:
         raise ValueError("score entropy has no anchor term: leave anchor_weight out")
     features = model(batch.xt, batch.noise_level, valid=batch.valid)
     if score_entropy:
         assert mask_id is not None
         return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
-    anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
-    return diffusion_loss(features.final, model.head, batch, mask_id=mask_id, check=check, **anchors)
+    anchors = {
+        "anchor": features.anchor,
+        "anchor_head": model.anchor_head,
+        "anchor_weight": anchor_weight,
+    }
+    return diffusion_loss(
+        features.final, model.head, batch, mask_id=mask_id, check=check, **anchors
+    )
 
 
 def diffusion_loss(
@@ -84,20 +92,28 @@ def diffusion_loss(
     batch of `shift_tokens` gives the losses of AR and A2R. `check` raises if the loss is not finite, which waits for
     the device.
     """
-    total, nll, row_nll = _mean_loss(final, head, batch, batch.hidden, without=mask_id, offset=offset)
+    total, nll, row_nll = _mean_loss(
+        final, head, batch, batch.hidden, without=mask_id, offset=offset
+    )
     mean_anchor, row_anchor = torch.zeros_like(nll), torch.zeros_like(row_nll)
     if anchor_weight is not None:
         if anchor is None or anchor_head is None or batch.anchors is None:
             raise ValueError(
                 "anchor_weight needs a two-stage model (anchor features and head) and a batch made with an anchor_rule"
             )
-        total_anchor, mean_anchor, row_anchor = _mean_loss(anchor, anchor_head, batch, batch.anchors)
-        total = total + anchor_weight * total_anchor  # at weight 0 too: every parameter stays in the graph
+        total_anchor, mean_anchor, row_anchor = _mean_loss(
+            anchor, anchor_head, batch, batch.anchors
+        )
+        total = (
+            total + anchor_weight * total_anchor
+        )  # at weight 0 too: every parameter stays in the graph
     loss = Loss(total, nll, mean_anchor, row_nll, row_anchor)
     return loss.check() if check else loss
 
 
-def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, check: bool = True) -> Loss:
+def score_entropy_loss(
+    final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, check: bool = True
+) -> Loss:
     """Compute SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score · (e^noise_level - 1).
 
     Its weighted form collapses to w(t) [ exp(lse - c) - z_x + c - 1 ] with c = log(V - 1): the NELBO's

@@ -15,7 +15,9 @@ class Order:
 
     name: str
     score: Callable[[Tensor], Tensor] | None  # logits (N, V) -> (N,); None: at random
-    steps: int | Tensor | None = None  # evaluations per row, or (B, 1) for each; None: one position each
+    steps: int | Tensor | None = (
+        None  # evaluations per row, or (B, 1) for each; None: one position each
+    )
     entropy_bound: float | Tensor | None = None  # or (B, 1)
 
 
@@ -43,18 +45,24 @@ def entropy_bounded(bound: float = 0.1) -> Order:
     """Positions by entropy, lowest first, while the sum of their entropies less the largest, a bound of what
     independent draws can cost, is below `bound` nats."""
     if not bound >= 0:
-        raise ValueError(f"bound {bound} must not be negative: give a number of nats, for example 0.1")
+        raise ValueError(
+            f"bound {bound} must not be negative: give a number of nats, for example 0.1"
+        )
     return Order("entropy_bounded", lambda logits: -entropy(logits), entropy_bound=bound)
 
 
 def entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats of each row of logits."""
-    return torch.special.entr(logits.softmax(-1)).sum(-1)  # 0 log 0 is 0: ruled-out tokens have logit -inf
+    return torch.special.entr(logits.softmax(-1)).sum(
+        -1
+    )  # 0 log 0 is 0: ruled-out tokens have logit -inf
 
 
 def next_positions(order: Order, scores: Tensor, is_hidden: Tensor, step: int | Tensor) -> Tensor:
     """Choose the hidden positions (B, L) to reveal in this step by every position's score."""
-    ranked, by_rank = scores.masked_fill(~is_hidden, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    ranked, by_rank = scores.masked_fill(~is_hidden, -torch.inf).sort(
+        dim=-1, descending=True, stable=True
+    )
     rank = by_rank.argsort(-1)
     hidden = is_hidden.sum(-1, keepdim=True)
     if order.entropy_bound is not None:

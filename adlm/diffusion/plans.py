@@ -31,7 +31,9 @@ class Transition:
     def reveal_prob(self) -> Tensor:
         """The probability (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t) that a hidden token is revealed."""
         reveal = (self.alpha_s - (1 - self.remask_prob) * self.alpha_t) / (1 - self.alpha_t)
-        return torch.where(self.alpha_t < 1, reveal.clamp(0, 1), 1.0)  # where all should be visible, reveal all
+        return torch.where(
+            self.alpha_t < 1, reveal.clamp(0, 1), 1.0
+        )  # where all should be visible, reveal all
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,13 @@ class Plan:
     alpha_s: Tensor
     remask_prob: Tensor
     noise_level: Tensor
-    by_confidence: bool = False  # remask_prob is split over a row's tokens, most of it for the least certain
+    by_confidence: bool = (
+        False  # remask_prob is split over a row's tokens, most of it for the least certain
+    )
     nucleus: bool = True  # whether top-p applies
-    fill_argmax: bool = False  # compat: what is hidden after the last step by argmax, and the lineage's nucleus
+    fill_argmax: bool = (
+        False  # compat: what is hidden after the last step by argmax, and the lineage's nucleus
+    )
 
     def __len__(self) -> int:
         return len(self.t)
@@ -86,7 +92,9 @@ def remask_cap(steps: int, *, eta: float = 0.008, compat: bool = False) -> Plan:
     """ReMDM cap: sigma = min(eta, (1 - alpha_s) / alpha_t)."""
     check_probability("eta", eta)
     t, s = _grid(steps, compat)
-    return _plan("remask_cap", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s).clamp(max=eta), compat)
+    return _plan(
+        "remask_cap", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s).clamp(max=eta), compat
+    )
 
 
 def remask_rescale(steps: int, *, eta: float = 0.015, compat: bool = False) -> Plan:
@@ -99,7 +107,9 @@ def remask_rescale(steps: int, *, eta: float = 0.015, compat: bool = False) -> P
 def remask_conf(steps: int, *, compat: bool = False) -> Plan:
     """ReMDM conf: sigma = min(1, (1 - alpha_s) / alpha_t), split by `confidence_remask_prob`."""
     t, s = _grid(steps, compat)
-    return _plan("remask_conf", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s), compat, by_confidence=True)
+    return _plan(
+        "remask_conf", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s), compat, by_confidence=True
+    )
 
 
 def remask_loop(
@@ -164,7 +174,9 @@ def dfm_step(t: float, steps: int) -> tuple[float, float]:
 def confidence_remask_prob(remask_prob: Tensor, confidence: Tensor, is_hidden: Tensor) -> Tensor:
     """Split sigma over a row's visible tokens: softmax of minus the probability that each was drawn with."""
     doubt = (-confidence).masked_fill(is_hidden, -torch.inf)
-    return remask_prob * torch.nan_to_num(doubt.softmax(-1))  # a row that is all hidden has no visible token
+    return remask_prob * torch.nan_to_num(
+        doubt.softmax(-1)
+    )  # a row that is all hidden has no visible token
 
 
 def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: int) -> Tensor:
@@ -175,12 +187,26 @@ def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: i
     """
     is_hidden = (xt == mask_id)[..., None]
     vocab = probs.shape[-1]
-    mask, stay = (F.one_hot(x, vocab).to(probs.dtype) for x in (torch.tensor(mask_id, device=xt.device), xt))
-    reveal, remask = (x if x.dim() == 0 else x[..., None] for x in (step.reveal_prob, step.remask_prob))
-    return torch.where(is_hidden, reveal * probs + (1 - reveal) * mask, (1 - remask) * stay + remask * mask)
+    mask, stay = (
+        F.one_hot(x, vocab).to(probs.dtype) for x in (torch.tensor(mask_id, device=xt.device), xt)
+    )
+    reveal, remask = (
+        x if x.dim() == 0 else x[..., None] for x in (step.reveal_prob, step.remask_prob)
+    )
+    return torch.where(
+        is_hidden, reveal * probs + (1 - reveal) * mask, (1 - remask) * stay + remask * mask
+    )
 
 
-def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor, compat: bool, **flags: bool) -> Plan:
+def _plan(
+    name: str,
+    t: Tensor,
+    alpha_t: Tensor,
+    alpha_s: Tensor,
+    remask: Tensor,
+    compat: bool,
+    **flags: bool,
+) -> Plan:
     if compat:
         level = mean_noise_level(t)
     else:

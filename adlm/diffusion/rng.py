@@ -25,19 +25,28 @@ class Purpose(IntEnum):
     LABEL = 6  # training to reason: the order of shuffled labels
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Run ten rounds of Philox4x32 on int64 tensors that hold 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         # A 32 × 32 bit product fills 64 bits; int64 wraps, so the high word is read after a masked shift.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((p1 >> 32) & LOW) ^ c1 ^ k0, p1 & LOW, ((p0 >> 32) & LOW) ^ c3 ^ k1, p0 & LOW
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & LOW) ^ c1 ^ k0,
+            p1 & LOW,
+            ((p0 >> 32) & LOW) ^ c3 ^ k1,
+            p0 & LOW,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
     return c0, c1, c2, c3
 
 
-def uniform_pair(seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purpose: int) -> tuple[Tensor, Tensor]:
+def uniform_pair(
+    seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purpose: int
+) -> tuple[Tensor, Tensor]:
     """Return two float64 in [0, 1), 53 random bits each, for every element of the broadcast arguments."""
     counter = (position & LOW, step & LOW, row & LOW, ((row >> 32) & 0xFFFFFF) << 8 | purpose)
     words = philox(counter, (seed & LOW, (seed >> 32) & LOW))
@@ -51,7 +60,9 @@ class CounterRng:
 
     seed: Tensor  # () or (B,), int64
     rows: Tensor  # (B,), int64
-    start: Tensor | int = 0  # or (B,): added to every step, for rows that have begun at different times
+    start: Tensor | int = (
+        0  # or (B,): added to every step, for rows that have begun at different times
+    )
 
     @staticmethod
     def from_seed(seed: int | Tensor, rows: int | Tensor) -> "CounterRng":
@@ -60,7 +71,9 @@ class CounterRng:
         if isinstance(seed, int) and not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**56:
-            raise ValueError(f"row numbers must be between 0 and 2**56 - 1, got {numbers.min()} to {numbers.max()}")
+            raise ValueError(
+                f"row numbers must be between 0 and 2**56 - 1, got {numbers.min()} to {numbers.max()}"
+            )
         return CounterRng(torch.as_tensor(seed), numbers)
 
     def uniform(self, step: int, length: int, purpose: Purpose) -> Tensor:

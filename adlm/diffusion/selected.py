@@ -51,7 +51,9 @@ def _compute_logits(x: Tensor, matrix: Tensor, shift: Tensor, buffer: Tensor) ->
     rows, vocab = x.shape[0], matrix.shape[0]
     if x.is_cuda:
         return torch.addmm(shift, x, matrix.t(), out=buffer[: rows * vocab].view(rows, vocab))
-    return torch.addmm(shift[:, None], matrix, x.t(), out=buffer[: rows * vocab].view(vocab, rows)).t()
+    return torch.addmm(
+        shift[:, None], matrix, x.t(), out=buffer[: rows * vocab].view(vocab, rows)
+    ).t()
 
 
 def _add_product(so_far: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
@@ -79,9 +81,13 @@ class _SelectedLossFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         vocab = weight_matrix.shape[0]
         pad = -vocab % ALIGN if x.is_cuda else 0
-        matrix = F.pad(weight_matrix.to(x.dtype), (0, 0, 0, pad)) if pad else weight_matrix.to(x.dtype)
+        matrix = (
+            F.pad(weight_matrix.to(x.dtype), (0, 0, 0, pad)) if pad else weight_matrix.to(x.dtype)
+        )
         shift = F.pad(bias.to(x.dtype), (0, pad), value=-torch.inf) if pad else bias.to(x.dtype)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # of losses and of sums over chunks
+        wide = (
+            torch.float64 if x.dtype == torch.float64 else torch.float32
+        )  # of losses and of sums over chunks
         wants_x, wants_matrix, wants_bias = ctx.needs_input_grad[:3]
         grad_x = torch.empty_like(x) if wants_x else None
         grad_matrix = grad_bias = None
@@ -90,9 +96,13 @@ class _SelectedLossFunction(torch.autograd.Function):
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = _compute_logits(x[part], matrix, shift, buffer)
-            if not x.is_cuda:  # half precision is for GPUs, whose kernel computes in float32 and stores in half
+            if (
+                not x.is_cuda
+            ):  # half precision is for GPUs, whose kernel computes in float32 and stores in half
                 logits = logits.to(wide)
-            each[part], grad_logits = compute_loss_and_grad(logits, target[part], weight[part], offset)
+            each[part], grad_logits = compute_loss_and_grad(
+                logits, target[part], weight[part], offset
+            )
             grad_logits = grad_logits.to(x.dtype)
             if grad_x is not None:
                 torch.mm(grad_logits, matrix, out=grad_x[part])
@@ -104,10 +114,14 @@ class _SelectedLossFunction(torch.autograd.Function):
         if x.shape[0] == 0:  # nothing was selected: zeros, so that every parameter has its gradient
             grad_matrix = torch.zeros_like(matrix) if wants_matrix else None
             grad_bias = torch.zeros_like(shift) if wants_bias else None
-        ctx.save_for_backward(grad_x, *(None if grad is None else grad[:vocab] for grad in (grad_matrix, grad_bias)))
+        ctx.save_for_backward(
+            grad_x, *(None if grad is None else grad[:vocab] for grad in (grad_matrix, grad_bias))
+        )
         ctx.dtypes = (x.dtype, weight_matrix.dtype, bias.dtype)
         ctx.mark_non_differentiable(each)
-        used = torch.where(weight > 0, each, 0)  # padding's own loss may be anything, infinity included
+        used = torch.where(
+            weight > 0, each, 0
+        )  # padding's own loss may be anything, infinity included
         return (used * weight).sum(), each
 
     @staticmethod
@@ -135,7 +149,8 @@ def selected_loss(
     x = features.reshape(-1, features.shape[-1])[selection.index]
     # A parameter requires its gradient under no_grad too, a product as large as the logits'.
     matrix, bias = (
-        each if each is None or torch.is_grad_enabled() else each.detach() for each in (head.weight, head.bias)
+        each if each is None or torch.is_grad_enabled() else each.detach()
+        for each in (head.weight, head.bias)
     )
     if bias is None:
         bias = torch.zeros_like(matrix[:, 0])
@@ -145,4 +160,6 @@ def selected_loss(
     shift = None if offset is None else torch.full((), offset, device=x.device)
     target, chunk = targets.reshape(-1)[selection.index], MAX_LOGIT_ROWS[x.device.type]
     with torch.autocast(x.device.type, enabled=False):
-        return SelectedLoss(*_SelectedLossFunction.apply(x, matrix, bias, target, selection.weight, shift, chunk))
+        return SelectedLoss(
+            *_SelectedLossFunction.apply(x, matrix, bias, target, selection.weight, shift, chunk)
+        )

@@ -19,7 +19,13 @@ from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, noise_level
 from adlm.evaluate import stats
-from adlm.evaluate.cache import ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
+from adlm.evaluate.cache import (
+    ProgressCallback,
+    hash_settings,
+    ignore_progress,
+    lock_output,
+    open_cache,
+)
 from adlm.evaluate.data import RowLayout, fetch_rows, iterate_rows, load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, shorten_names
@@ -51,9 +57,13 @@ class Perturbation:
 
     def __post_init__(self) -> None:
         if not 0 <= self.amount < math.inf:
-            raise ValueError(f"the amount of {self.kind} must be finite and not negative, got {self.amount}")
+            raise ValueError(
+                f"the amount of {self.kind} must be finite and not negative, got {self.amount}"
+            )
         if self.kind == "stale" and (self.amount != int(self.amount) or self.amount < 1):
-            raise ValueError(f"stale must be a whole number of steps, at least 1, got {self.amount}")
+            raise ValueError(
+                f"stale must be a whole number of steps, at least 1, got {self.amount}"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """The first keys of a JSON row."""
@@ -61,18 +71,27 @@ class Perturbation:
         return {"perturbation": name, "kind": self.kind, "amount": self.amount}
 
     def apply(
-        self, features: Tensor, seed: int, rows: Sequence[int], turns: Sequence[int], lengths: Sequence[int]
+        self,
+        features: Tensor,
+        seed: int,
+        rows: Sequence[int],
+        turns: Sequence[int],
+        lengths: Sequence[int],
     ) -> Tensor:
         """Add noise to features (n, L, dim) or permute their first `lengths`, at random by seed, number and turn."""
         if self.kind == "noise":
-            noise = draw_normal(seed, tuple(rows), tuple(turns), tuple(features.shape[1:])).to(features.device)
+            noise = draw_normal(seed, tuple(rows), tuple(turns), tuple(features.shape[1:])).to(
+                features.device
+            )
             size = features.float().norm(dim=-1, keepdim=True) / features.shape[-1] ** 0.5
             return (features.float() + self.amount * size * noise).to(features.dtype)
         if self.kind == "permuted":
             places = np.tile(np.arange(features.shape[1]), (len(rows), 1))
             for place, row, turn, length in zip(places, rows, turns, lengths, strict=True):
                 place[:length] = np.random.default_rng([seed, row, turn]).permutation(length)
-            return features.gather(1, torch.from_numpy(places).to(features.device)[..., None].expand_as(features))
+            return features.gather(
+                1, torch.from_numpy(places).to(features.device)[..., None].expand_as(features)
+            )
         return features
 
 
@@ -80,17 +99,27 @@ NONE = Perturbation()
 
 
 @lru_cache(maxsize=1)  # all amounts of noise share it
-def draw_normal(seed: int, rows: tuple[int, ...], turns: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+def draw_normal(
+    seed: int, rows: tuple[int, ...], turns: tuple[int, ...], shape: tuple[int, ...]
+) -> Tensor:
     """Draw standard normal numbers (n, *shape); fewer positions have the first of more."""
     streams = [np.random.default_rng([seed, *pair]) for pair in zip(rows, turns, strict=True)]
-    return torch.from_numpy(np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in streams]))
+    return torch.from_numpy(
+        np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in streams])
+    )
 
 
 def check_two_stages(model: LanguageModel, name: str) -> None:
     """Refuse models without an anchor network, and causal ones, which mask nothing."""
     if model.anchor is None or model.config.is_causal:
-        reason = "has one stage and no anchor network" if model.anchor is None else "is causal and has no masked tokens"
-        raise ValueError(f"{name} {reason}: give a two-stage masked model (trained with method=adlm)")
+        reason = (
+            "has one stage and no anchor network"
+            if model.anchor is None
+            else "is causal and has no masked tokens"
+        )
+        raise ValueError(
+            f"{name} {reason}: give a two-stage masked model (trained with method=adlm)"
+        )
 
 
 # The held-out bound.
@@ -112,7 +141,10 @@ def measure_losses(
     perturbations = [NONE, *(each for each in perturbations if each != NONE)]
     group_rows(len(rows))  # raises where there are too few for a standard error
     folded = model.fold()
-    nats, tokens = np.zeros((len(perturbations), len(rows))), np.concatenate([size for _, size in iterate_rows(rows)])
+    nats, tokens = (
+        np.zeros((len(perturbations), len(rows))),
+        np.concatenate([size for _, size in iterate_rows(rows)]),
+    )
     order = np.argsort(tokens, kind="stable")  # rows of similar length together
     for start in range(0, len(order), batch):
         index = order[start : start + batch]
@@ -124,7 +156,9 @@ def measure_losses(
         on_progress(start + len(index), len(rows))
     losses = []
     for each, total in zip(perturbations, nats, strict=True):
-        values = flatten_estimates(nll=estimate_ratio(total, tokens), cost=estimate_ratio(total - nats[0], tokens))
+        values = flatten_estimates(
+            nll=estimate_ratio(total, tokens), cost=estimate_ratio(total - nats[0], tokens)
+        )
         losses.append(each.as_dict() | values | {"tokens": int(tokens.sum())})
     return losses
 
@@ -133,24 +167,43 @@ class NoisyRows:
     """Rows by number (n,) under one noise: the features of both stages, and the loss under every perturbation."""
 
     def __init__(
-        self, model: LanguageModel, rows: RowDataset, number: Tensor, draw: int, draws: int, seed: int
+        self,
+        model: LanguageModel,
+        rows: RowDataset,
+        number: Tensor,
+        draw: int,
+        draws: int,
+        seed: int,
     ) -> None:
         assert model.config.mask_id is not None
         self.model, self.number, self.draw, self.seed = model, number, draw, seed
         self.mask_id, self.rng = model.config.mask_id, CounterRng.from_seed(seed, number)
         x0, self.lengths = fetch_rows(rows, number)
         x0 = x0[:, : int(self.lengths.max())]
-        valid = None if bool((self.lengths == x0.shape[1]).all()) else is_valid(self.lengths, x0.shape[1])
-        process, index = ForwardProcess(self.mask_id, SCHEDULE), draw_position(number, len(rows), draw, draws, seed)
-        self.on_host = corrupt(x0, process, self.rng, draw, index=index, total=len(rows), valid=valid)
+        valid = (
+            None
+            if bool((self.lengths == x0.shape[1]).all())
+            else is_valid(self.lengths, x0.shape[1])
+        )
+        process, index = (
+            ForwardProcess(self.mask_id, SCHEDULE),
+            draw_position(number, len(rows), draw, draws, seed),
+        )
+        self.on_host = corrupt(
+            x0, process, self.rng, draw, index=index, total=len(rows), valid=valid
+        )
         self.noisy = self.on_host.to(model.embed.weight.device)
         self.anchor = self.run_anchor(self.noisy.xt, self.noisy.noise_level)
-        self.final = model.denoise_features(self.anchor, self.noisy.noise_level, valid=self.noisy.valid)
+        self.final = model.denoise_features(
+            self.anchor, self.noisy.noise_level, valid=self.noisy.valid
+        )
 
     def run_anchor(self, tokens: Tensor, level: Tensor) -> Tensor:
         """The anchor network's features of other tokens in these rows."""
         device = self.noisy.xt.device
-        return self.model.anchor_features(tokens.to(device), level.to(device), valid=self.noisy.valid)
+        return self.model.anchor_features(
+            tokens.to(device), level.to(device), valid=self.noisy.valid
+        )
 
     def loss(self, each: Perturbation) -> Tensor:
         """Each row's nats (n,) under a perturbation."""
@@ -158,14 +211,21 @@ class NoisyRows:
         if each.kind == "stale":
             earlier = (self.on_host.t + each.amount / LEVELS).clamp(max=1.0)
             # The same random numbers: what is masked now was masked then.
-            u, padding = self.rng.uniform(self.draw, x0.shape[1], Purpose.MASK), None if valid is None else ~valid
+            u, padding = (
+                self.rng.uniform(self.draw, x0.shape[1], Purpose.MASK),
+                None if valid is None else ~valid,
+            )
             tokens = mask_tokens(x0, 1 - SCHEDULE.alpha(earlier.double()), u, self.mask_id, padding)
             anchor = self.run_anchor(tokens, noise_level(SCHEDULE, earlier))
         else:
             turns = [self.draw] * len(self.number)
-            anchor = each.apply(self.anchor, self.seed, self.number.tolist(), turns, self.lengths.tolist())
+            anchor = each.apply(
+                self.anchor, self.seed, self.number.tolist(), turns, self.lengths.tolist()
+            )
         if each != NONE:
-            final = self.model.denoise_features(anchor, self.noisy.noise_level, valid=self.noisy.valid)
+            final = self.model.denoise_features(
+                anchor, self.noisy.noise_level, valid=self.noisy.valid
+            )
         return diffusion_loss(final, self.model.head, self.noisy, mask_id=self.mask_id).row_nll
 
 
@@ -187,16 +247,26 @@ class PerturbedPredictor(Predictor):
         self.turns, self.anchor = torch.zeros_like(self.numbers), self.head[0].new_zeros(shape)
 
     def predict(
-        self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None, places: Tensor | None = None
+        self,
+        tokens: Tensor,
+        noise_level: Tensor,
+        valid: Tensor | None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """The denoiser's features (n, L, dim); noise follows from a row's number and its count of evaluations."""
         assert places is not None
         each, level = self.perturbation, noise_level.to(self.device)
         turns, at = self.turns[places], places.to(self.device)
-        due = (turns % (int(each.amount) if each.kind == "stale" else 1) == 0).nonzero()[:, 0].to(self.device)
+        due = (
+            (turns % (int(each.amount) if each.kind == "stale" else 1) == 0)
+            .nonzero()[:, 0]
+            .to(self.device)
+        )
         if len(due):
             is_text = None if valid is None else valid[due]
-            self.anchor[at[due]] = self.model.anchor_features(tokens[due], level[due], valid=is_text)
+            self.anchor[at[due]] = self.model.anchor_features(
+                tokens[due], level[due], valid=is_text
+            )
         self.turns[places] += 1
         numbers, lengths = self.numbers[places].tolist(), self.lengths[places].tolist()
         anchor = each.apply(self.anchor[at], self.seed, numbers, turns.tolist(), lengths)
@@ -219,9 +289,13 @@ class TracedRow(GeneratedRow):
         return is_generated
 
 
-def sample_rows(lm: LM, request: GenerationRequest, perturbation: Perturbation = NONE) -> Iterator[TracedRow]:
+def sample_rows(
+    lm: LM, request: GenerationRequest, perturbation: Perturbation = NONE
+) -> Iterator[TracedRow]:
     """Generate the rows of `lm.run_request(request)`, or the same with perturbed anchor features."""
-    perturbed = None if perturbation == NONE else PerturbedPredictor(lm, perturbation, request.config.seed)
+    perturbed = (
+        None if perturbation == NONE else PerturbedPredictor(lm, perturbation, request.config.seed)
+    )
     batch = 1 if perturbed and lm.deterministic else request.config.batch
     for first in range(0, len(request.rows), batch):
         rows = request.rows[first : first + batch]
@@ -230,7 +304,9 @@ def sample_rows(lm: LM, request: GenerationRequest, perturbation: Perturbation =
         steps = torch.zeros(len(rows), max(len(layout) for layout, _ in rows), dtype=torch.int64)
         for frame in denoise_rows(perturbed or lm.predictor, request, rows):
             steps[(frame.changed & ~frame.is_masked).cpu()] = frame.step
-        for (layout, _), ids, nfe, own in zip(rows, frame.tokens.tolist(), frame.nfe.tolist(), steps, strict=True):
+        for (layout, _), ids, nfe, own in zip(
+            rows, frame.tokens.tolist(), frame.nfe.tolist(), steps, strict=True
+        ):
             yield TracedRow(layout, ids[: len(layout)], nfe, own[: len(layout)].numpy())
 
 
@@ -284,13 +360,21 @@ def anchors(
     if samples == 1 or samples < 0:
         raise ValueError(f"samples must be 0 or at least 2, for a standard error; got {samples}")
     if scorer is not None and not samples:
-        raise ValueError(f"a scorer computes the Gen-PPL of samples, and samples is {samples}: give samples too")
+        raise ValueError(
+            f"a scorer computes the Gen-PPL of samples, and samples is {samples}: give samples too"
+        )
     noise = [Perturbation("noise", amount) for amount in perturb]
     late = [Perturbation("stale", amount) for amount in stale]
     perturbations = [Perturbation(), *noise, Perturbation("permuted"), *late]
     perturbations = perturbations if noise or late else perturbations[:1]
     sampling = {"sampler": sampler, "steps": steps, "length": length, "seed": seed, "batch": batch}
-    settings = {"perturb": list(perturb), "stale": list(stale), "draws": draws, "samples": samples, **sampling}
+    settings = {
+        "perturb": list(perturb),
+        "stale": list(stale),
+        "draws": draws,
+        "samples": samples,
+        **sampling,
+    }
     settings |= {"anchors": {"rule": "rare_in_sequence", "max_count": max_count}}
     rule = rare_in_sequence(max_count)
     cache, studies, about = open_cache(out), list[dict[str, Any]](), list[dict[str, Any]]()
@@ -302,12 +386,19 @@ def anchors(
         dataset = load_eval_data(data, lm.tokenizer, lm.model.config.length, rows=rows, limit=limit)
         names = {"model": lm.name, "method": lm.method, "step": lm.step}
         identity = names | {"weights_sha256": hash_weights(lm.model)}
-        identity |= {"data": {"rows_hash": dataset.rows_hash, **dataset.settings}, "device": str(lm.device)}
+        identity |= {
+            "data": {"rows_hash": dataset.rows_hash, **dataset.settings},
+            "device": str(lm.device),
+        }
         identity |= text_scorer.settings if samples else {"scorer": None}
-        entry = hash_settings(identity | settings | {"batch": None})  # the batch size changes speed only
+        entry = hash_settings(
+            identity | settings | {"batch": None}
+        )  # the batch size changes speed only
         if entry not in cache:
             own = {"n": samples, **sampling}
-            study = measure_model(lm, dataset.rows, rule, perturbations, draws, own, text_scorer, on_progress)
+            study = measure_model(
+                lm, dataset.rows, rule, perturbations, draws, own, text_scorer, on_progress
+            )
             cache.put(entry, names | study, is_flushed=True)
         studies.append(cache.get(entry))
         about.append(identity)
@@ -316,13 +407,19 @@ def anchors(
         raise ValueError("models is empty: give at least one two-stage masked model")
     correlations, reasons = correlate_studies(studies)
     if len({each["data"]["rows_hash"] for each in about}) > 1:
-        correlations, reasons = [], ["no correlation: models with other tokenizers or lengths have other rows"]
+        correlations, reasons = (
+            [],
+            ["no correlation: models with other tokenizers or lengths have other rows"],
+        )
     metrics = {"models": studies, "correlations": correlations, "skipped_correlations": reasons}
     settings = {"data": str(data), **settings, "models": about}
     drawn = {"models": studies, "correlations": correlations}
     figures = {"correlation": ("correlation", drawn)} if correlations else {}
     tables = build_tables(studies, correlations)
-    provenance, warnings = collect_provenance(about[0]["device"]), reasons if len(studies) > 1 else []
+    provenance, warnings = (
+        collect_provenance(about[0]["device"]),
+        reasons if len(studies) > 1 else [],
+    )
     return EvalResult("anchors", metrics, settings, provenance, tables, warnings, figures)
 
 
@@ -338,13 +435,26 @@ def measure_model(
 ) -> dict[str, Any]:
     """Measure guesses and losses on held-out rows and, unless n is 0, texts and reveals by these settings."""
     special = classify_tokens(lm.tokenizer).special
-    ignored = torch.ones(lm.model.config.vocab_size, dtype=torch.bool)  # tokens that begin and end a text
+    ignored = torch.ones(
+        lm.model.config.vocab_size, dtype=torch.bool
+    )  # tokens that begin and end a text
     ignored[: len(special)] = special
-    tally, size = GuessTally(rule, len(rows), ignored), {"seed": sampling["seed"], "batch": sampling["batch"]}
-    report: dict[str, Any] = {"on_batch": tally.add, "on_progress": partial(on_progress, f"{lm.name}: rows")}
-    losses = measure_losses(lm.model.to(lm.device), rows, perturbations, draws=draws, **size, **report)
+    tally, size = (
+        GuessTally(rule, len(rows), ignored),
+        {"seed": sampling["seed"], "batch": sampling["batch"]},
+    )
+    report: dict[str, Any] = {
+        "on_batch": tally.add,
+        "on_progress": partial(on_progress, f"{lm.name}: rows"),
+    }
+    losses = measure_losses(
+        lm.model.to(lm.device), rows, perturbations, draws=draws, **size, **report
+    )
     samples, reveals = list[dict[str, Any]](), list[dict[str, Any]]()
-    samplers = [sampling["sampler"], *(["confidence", "ancestral"] if len(perturbations) > 1 else [])]
+    samplers = [
+        sampling["sampler"],
+        *(["confidence", "ancestral"] if len(perturbations) > 1 else []),
+    ]
     for sampler in dict.fromkeys(samplers) if sampling["n"] else ():
         steps = sampling["steps"] if takes_steps(sampler) else None
         request = lm.build_request(**{**sampling, "sampler": sampler, "steps": steps})
@@ -352,12 +462,20 @@ def measure_model(
         reveals.append(summarize_reveals(sampler, texts, rule))
         for each in perturbations if sampler == sampling["sampler"] else ():
             on_progress(f"{lm.name}: texts", len(samples), len(perturbations))
-            if each == Perturbation("stale", 1):  # features that are used once, as by the model itself
+            if each == Perturbation(
+                "stale", 1
+            ):  # features that are used once, as by the model itself
                 samples.append(samples[0] | each.as_dict())
             else:
                 generated = texts if each.kind == "none" else list(sample_rows(lm, request, each))
                 nfe = float(np.mean([row.nfe for row in generated]))
-                samples.append({**each.as_dict(), "nfe": nfe, **scorer([row.text for row in generated]).as_row()})
+                samples.append(
+                    {
+                        **each.as_dict(),
+                        "nfe": nfe,
+                        **scorer([row.text for row in generated]).as_row(),
+                    }
+                )
     return {"guesses": tally.summarize(), "losses": losses, "samples": samples, "reveals": reveals}
 
 
@@ -385,15 +503,27 @@ class GuessTally:
             chosen = features[tuple(each.to(features.device) for each in at)]
             probability, hits, nll = guess_tokens(chosen, linear, noisy.x0[at], banned)
             # Bins are (0, 0.1], (0.1, 0.2], …
-            place = np.clip(np.ceil(probability * PROBABILITY_BINS).astype(np.int64) - 1, 0, PROBABILITY_BINS - 1)
+            place = np.clip(
+                np.ceil(probability * PROBABILITY_BINS).astype(np.int64) - 1,
+                0,
+                PROBABILITY_BINS - 1,
+            )
             each = np.stack([np.ones_like(nll), probability, hits, nll], axis=1)
-            places: Any = (rows.number[at[0]].numpy(), rate.numpy(), is_other.long().numpy(), head, place)
+            places: Any = (
+                rows.number[at[0]].numpy(),
+                rate.numpy(),
+                is_other.long().numpy(),
+                head,
+                place,
+            )
             np.add.at(self.sums, places, each)
 
     def summarize(self) -> list[dict[str, Any]]:
         """One entry for each head, kind of token and range of mask rates."""
         ranges = [(slice(None), ALL_RATES)]
-        ranges += [(slice(i, i + 1), [i / RATE_BINS, (i + 1) / RATE_BINS]) for i in range(RATE_BINS)]
+        ranges += [
+            (slice(i, i + 1), [i / RATE_BINS, (i + 1) / RATE_BINS]) for i in range(RATE_BINS)
+        ]
         return [
             {"head": name, "kind": kind, "mask_rate": rate}
             | summarize_guesses(self.sums[:, part, is_other, head].sum(1))
@@ -406,14 +536,20 @@ class GuessTally:
 def guess_tokens(features: Tensor, head: nn.Linear, x0: Tensor, banned: int | None) -> NDArray[Any]:
     """Of features (n, dim): highest probability, whether its token is right, nats of the true tokens (n,)."""
     parts = [torch.zeros(3, 0, dtype=torch.float64)]
-    for inputs, tokens in zip(features.split(MAX_POSITIONS), x0.to(features.device).split(MAX_POSITIONS), strict=True):
+    for inputs, tokens in zip(
+        features.split(MAX_POSITIONS), x0.to(features.device).split(MAX_POSITIONS), strict=True
+    ):
         logits = head(inputs).float()
         if banned is not None:
             logits[:, banned] = -torch.inf
         logs = logits.log_softmax(-1)
         best, token = logs.max(-1)
         nll = -logs.gather(1, tokens[:, None])[:, 0]
-        parts.append(torch.stack([best.cpu().double().exp(), (token == tokens).cpu().double(), nll.cpu().double()]))
+        parts.append(
+            torch.stack(
+                [best.cpu().double().exp(), (token == tokens).cpu().double(), nll.cpu().double()]
+            )
+        )
     return torch.cat(parts, 1).numpy()
 
 
@@ -425,7 +561,9 @@ def summarize_guesses(sums: NDArray[np.float64]) -> dict[str, Any]:
     bins, total = sums.sum(0), counts.sum()
     error = float(np.abs(bins[:, 1] - bins[:, 2]).sum() / total) if total else math.nan
     # By bins of the highest probability: tokens, its mean, accuracy.
-    reliability = [[int(n), p / n if n else math.nan, h / n if n else math.nan] for n, p, h, _ in bins.tolist()]
+    reliability = [
+        [int(n), p / n if n else math.nan, h / n if n else math.nan] for n, p, h, _ in bins.tolist()
+    ]
     return {"tokens": int(total), **flat, "calibration_error": error, "reliability": reliability}
 
 
@@ -438,17 +576,35 @@ def summarize_reveals(sampler: str, texts: Sequence[TracedRow], rule: AnchorRule
     for number, text in enumerate(texts):
         is_anchor = rule(torch.tensor([text.ids]), None)[0].numpy()[text.is_generated]
         revealed = text.steps[text.is_generated]
-        rank = (stats.rank_values(revealed) - 0.5) / len(revealed)  # equal steps share the middle: the mean is 1/2
+        rank = (stats.rank_values(revealed) - 0.5) / len(
+            revealed
+        )  # equal steps share the middle: the mean is 1/2
         different.append(len(np.unique(revealed)))
-        sums[number] = rank[is_anchor].sum(), is_anchor.sum(), rank[~is_anchor].sum(), (~is_anchor).sum()
+        sums[number] = (
+            rank[is_anchor].sum(),
+            is_anchor.sum(),
+            rank[~is_anchor].sum(),
+            (~is_anchor).sum(),
+        )
     own, own_count, rest, rest_count = sums.T
     estimates = flatten_estimates(
         anchors=estimate_ratio(own, own_count),
         others=estimate_ratio(rest, rest_count),
-        gap=stats.estimate_ratio_difference(own, own_count, rest, rest_count),  # below 0 where anchors come first
+        gap=stats.estimate_ratio_difference(
+            own, own_count, rest, rest_count
+        ),  # below 0 where anchors come first
     )
-    share, steps = float(own_count.sum() / (own_count + rest_count).sum()), float(np.mean(different))
-    return {"sampler": sampler, "texts": len(sums), **estimates, "anchor_share": share, "steps": steps}
+    share, steps = (
+        float(own_count.sum() / (own_count + rest_count).sum()),
+        float(np.mean(different)),
+    )
+    return {
+        "sampler": sampler,
+        "texts": len(sums),
+        **estimates,
+        "anchor_share": share,
+        "steps": steps,
+    }
 
 
 # Several models: correlations.
@@ -462,8 +618,14 @@ def find_guess(study: Row, head: str = "anchor", kind: str = "anchors") -> Row:
 
 def get_metric(study: Row, name: str) -> Estimate:
     """A metric of the unperturbed model; NaN where it was not measured."""
-    rows = [find_guess(study)] if name == ACCURACY else study["losses" if name == "nll" else "samples"]
-    return Estimate.from_row(rows[0], "accuracy" if name == ACCURACY else name) if rows else Estimate(math.nan)
+    rows = (
+        [find_guess(study)] if name == ACCURACY else study["losses" if name == "nll" else "samples"]
+    )
+    return (
+        Estimate.from_row(rows[0], "accuracy" if name == ACCURACY else name)
+        if rows
+        else Estimate(math.nan)
+    )
 
 
 def find_run(study: Row) -> str:
@@ -474,7 +636,11 @@ def find_run(study: Row) -> str:
 
 def shared_metrics(studies: Sequence[Row]) -> list[str]:
     """The metrics other than anchor accuracy that all models have."""
-    return [name for name in METRICS if all(not math.isnan(get_metric(study, name).value) for study in studies)]
+    return [
+        name
+        for name in METRICS
+        if all(not math.isnan(get_metric(study, name).value) for study in studies)
+    ]
 
 
 def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -487,10 +653,14 @@ def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], lis
             if independent >= stats.MIN_MODELS:
                 rho, low, high = stats.correlate(x, y, members, independent)
                 about = {"x": ACCURACY, "y": name, "among": among, "points": sum(map(len, members))}
-                correlations.append(about | {"independent": independent, "rho": rho, "low": low, "high": high})
+                correlations.append(
+                    about | {"independent": independent, "rho": rho, "low": low, "high": high}
+                )
     few = {among: count for among, (_, count) in groups.items() if count < stats.MIN_MODELS}
     needed = f"independent models, and at least {stats.MIN_MODELS} are needed"
-    return correlations, [f"no correlation {among}: {count} {needed}" for among, count in few.items()]
+    return correlations, [
+        f"no correlation {among}: {count} {needed}" for among, count in few.items()
+    ]
 
 
 def group_models(studies: Sequence[Row]) -> dict[str, tuple[list[list[int]], int]]:
@@ -502,7 +672,9 @@ def group_models(studies: Sequence[Row]) -> dict[str, tuple[list[list[int]], int
         several = [group for group in every if len(group) > 1]
         groups["within runs"] = several, sum(len(group) - 1 for group in several) + 1
     if len(set(steps)) > 1:
-        at_steps = [[i for i, each in enumerate(steps) if each == step] for step in dict.fromkeys(steps)]
+        at_steps = [
+            [i for i, each in enumerate(steps) if each == step] for step in dict.fromkeys(steps)
+        ]
         shared = [group for group in at_steps if len(group) == len(set(runs))]
         groups["at equal steps"] = shared, len(set(runs)) if shared else 0
     return groups
@@ -531,10 +703,17 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
             return "{:g} to {:g}".format(*row[key])
         return Estimate.from_row(row, key) if f"{key}_se" in row else HEADS.get(row[key], row[key])
 
-    for study in studies if len(studies) == 1 else [study for study in studies if study["losses"][1:]]:
+    for study in (
+        studies if len(studies) == 1 else [study for study in studies if study["losses"][1:]]
+    ):
         for part, (title, texts, numbers) in STUDY_TABLES.items():
-            names = {key: COLUMN_NAMES.get(key, key.replace("_", " ")) for key in (*texts, *numbers)}
-            columns = [Column(names[key], 1 if key in ("nfe", "gen_ppl") else 3, key in texts) for key in names]
+            names = {
+                key: COLUMN_NAMES.get(key, key.replace("_", " ")) for key in (*texts, *numbers)
+            }
+            columns = [
+                Column(names[key], 1 if key in ("nfe", "gen_ppl") else 3, key in texts)
+                for key in names
+            ]
             rows = [[get_cell(row, key) for key in names] for row in study[part]]
             tables += [Table(columns, rows, f"{study['model']}: {title}")] if rows else []
         tables[-1] = replace(tables[-1], notes=[NOTE])
@@ -543,13 +722,21 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
         columns = [Column("run", is_text=True), Column("step"), Column(ACCURACY)]
         columns += [Column(METRICS[name], digits=1 if name == "gen_ppl" else 3) for name in metrics]
         measured = [[get_metric(study, name) for name in (ACCURACY, *metrics)] for study in studies]
-        rows = [[runs[find_run(study)], study["step"], *own] for study, own in zip(studies, measured, strict=True)]
+        rows = [
+            [runs[find_run(study)], study["step"], *own]
+            for study, own in zip(studies, measured, strict=True)
+        ]
         tables.append(Table(columns, rows, "Models", ["± is a standard error over rows or texts."]))
     if correlations:
         columns = [Column(name, is_text=True) for name in (f"{ACCURACY} with", "among")]
         columns += [Column("models"), Column("ρ (95%)", digits=2)]
-        intervals = [Estimate(each["rho"], interval=(each["low"], each["high"])) for each in correlations]
+        intervals = [
+            Estimate(each["rho"], interval=(each["low"], each["high"])) for each in correlations
+        ]
         keys = ("y", "among", "points")
-        rows = [[*(each[key] for key in keys), rho] for each, rho in zip(correlations, intervals, strict=True)]
+        rows = [
+            [*(each[key] for key in keys), rho]
+            for each, rho in zip(correlations, intervals, strict=True)
+        ]
         tables.append(Table(columns, rows, "Correlations", [CORRELATION_NOTE]))
     return tables

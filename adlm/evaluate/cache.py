@@ -29,8 +29,12 @@ Result = TypeVar("Result")
 
 MERGED, PER_RANK, LOCK = "cache.jsonl", "cache.{rank}.jsonl", ".lock"
 FLUSH_SECONDS = 1.0  # at most this much work is lost in a kill
-ProgressCallback = Callable[[str, int, int], None]  # what is being done, how much is done, of how much (0: unknown)
-LOCKED_FOLDERS: dict[Path, int] = {}  # by which thread: `report` calls other evaluations in its folder
+ProgressCallback = Callable[
+    [str, int, int], None
+]  # what is being done, how much is done, of how much (0: unknown)
+LOCKED_FOLDERS: dict[
+    Path, int
+] = {}  # by which thread: `report` calls other evaluations in its folder
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
@@ -40,7 +44,9 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 class Cache:
     """Results by key, in memory and, with a folder, on disk; `open_cache` makes one that ranks share."""
 
-    def __init__(self, folder: Path | None = None, context: DistributedContext | None = None) -> None:
+    def __init__(
+        self, folder: Path | None = None, context: DistributedContext | None = None
+    ) -> None:
         self.folder, self.context = folder, context or DistributedContext(torch.device("cpu"))
         self.rank, self.world_size = self.context.rank, self.context.world_size
         self.on_progress: ProgressCallback = ignore_progress  # of `fill`
@@ -63,7 +69,9 @@ class Cache:
             if is_flushed or time.monotonic() - self._flushed >= FLUSH_SECONDS:
                 self.flush()
 
-    def fill(self, keys: Sequence[str], parts: Iterable[Mapping[str, Any]], stage: str) -> list[Any]:
+    def fill(
+        self, keys: Sequence[str], parts: Iterable[Mapping[str, Any]], stage: str
+    ) -> list[Any]:
         """The entries of all keys; `parts` computes the missing ones of this rank, some at a time."""
         done = sum(key in self for key in keys)
         self.on_progress(stage, done, len(keys))
@@ -82,7 +90,9 @@ class Cache:
         """Write what is not on disk yet, and wait for the disk."""
         if self.folder is not None and self._unwritten:
             self.folder.mkdir(parents=True, exist_ok=True)
-            content = memoryview(b"".join(encode_line(key, value) for key, value in self._unwritten.items()))
+            content = memoryview(
+                b"".join(encode_line(key, value) for key, value in self._unwritten.items())
+            )
             with (self.folder / PER_RANK.format(rank=self.rank)).open("ab", buffering=0) as file:
                 size = file.tell()
                 try:
@@ -104,7 +114,10 @@ class Cache:
         for path in (self.folder / MERGED, *parts):
             self.entries |= read_entries(path)
         if parts:
-            write_atomically(self.folder / MERGED, b"".join(encode_line(*entry) for entry in self.entries.items()))
+            write_atomically(
+                self.folder / MERGED,
+                b"".join(encode_line(*entry) for entry in self.entries.items()),
+            )
         for path in parts:
             path.unlink()
 
@@ -121,7 +134,9 @@ def open_cache(
 ) -> Cache:
     """Open a cache on all ranks with the entries of earlier runs; rank 0 writes, with `is_shared` every rank."""
     if is_shared and folder is None and context is not None and context.world_size > 1:
-        raise ValueError(f"{context.world_size} processes exchange results in a folder that all of them see: give out")
+        raise ValueError(
+            f"{context.world_size} processes exchange results in a folder that all of them see: give out"
+        )
     is_reader = context is not None and not context.is_main and not is_shared
     cache = Cache(None if folder is None or is_reader else Path(folder), context)
     cache.sync()
@@ -163,13 +178,19 @@ def encode_array(array: Any) -> dict[str, Any]:
     if not isinstance(array, np.ndarray):
         raise TypeError(f"a cache holds JSON and numpy arrays, not {type(array).__name__}")
     array = array.astype(array.dtype.newbyteorder("<"))
-    return {"dtype": array.dtype.str, "shape": array.shape, "base64": base64.b64encode(array.tobytes()).decode()}
+    return {
+        "dtype": array.dtype.str,
+        "shape": array.shape,
+        "base64": base64.b64encode(array.tobytes()).decode(),
+    }
 
 
 def decode_array(value: dict[str, Any]) -> Any:
     """The array that `encode_array` encoded; another value as it is."""
     if value.keys() == {"dtype", "shape", "base64"}:
-        return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"])
+        return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(
+            value["shape"]
+        )
     return value
 
 

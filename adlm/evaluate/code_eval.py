@@ -21,7 +21,14 @@ import numpy as np
 
 from adlm.data.shards import hash_file
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
-from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
+from adlm.evaluate.cache import (
+    Cache,
+    ProgressCallback,
+    hash_settings,
+    ignore_progress,
+    lock_output,
+    open_cache,
+)
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table
 from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
@@ -31,8 +38,20 @@ from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
 
 LICENSE = "PSF-2.0 (Python Software Foundation License, version 2)"
-SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "turtledemo"}
-BUILD_FILES = ("config-", "_sysconfigdata")  # how this interpreter was built: differs between machines
+SKIPPED_DIRS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "__pycache__",
+    "turtledemo",
+}
+BUILD_FILES = (
+    "config-",
+    "_sysconfigdata",
+)  # how this interpreter was built: differs between machines
 HELD_OUT_SHARE = 10  # every tenth file, by the hash of its name
 MAX_GAP_LINES, MAX_GAP_TOKENS, MAX_COMPLETION_TOKENS = 3, 24, 128
 BOOTSTRAP_RESAMPLES = 2000
@@ -43,7 +62,9 @@ PARSE_NOTE = (
     "With 95% intervals. parses: Python's parser accepts it. equal: identical to the original. parses_if_left_empty: "
     "with the gap left empty, the baseline that a model must exceed."
 )
-PASS_NOTE = "With 95% intervals. pass@k: the chance that one of k candidates for a problem passes its test."
+PASS_NOTE = (
+    "With 95% intervals. pass@k: the chance that one of k candidates for a problem passes its test."
+)
 Row = dict[str, str]  # a problem by PROBLEM_FIELDS, or a candidate: task_id and completion
 Sources = Mapping[str, str]  # texts of files by their path in the standard library, with /
 
@@ -123,49 +144,96 @@ def code(
     if candidates is not None and problems is None:
         raise ValueError(f"candidates={str(candidates)!r} solve problems: give problems too")
     if (candidates is None) != bool(lms):
-        raise ValueError(f"{len(lms)} models and candidates={candidates}: give models, or candidates, not both")
+        raise ValueError(
+            f"{len(lms)} models and candidates={candidates}: give models, or candidates, not both"
+        )
     if problems is None and n != 1:
-        raise ValueError(f"n={n} is for problems: give problems too, or say how many with texts and infills")
+        raise ValueError(
+            f"n={n} is for problems: give problems too, or say how many with texts and infills"
+        )
     if not k or min(k) < 1:
-        raise ValueError(f"k={list(k)}: pass@k needs whole numbers from 1; give for example k=[1, 5] (--k 1,5)")
+        raise ValueError(
+            f"k={list(k)}: pass@k needs whole numbers from 1; give for example k=[1, 5] (--k 1,5)"
+        )
     if problems is not None and candidates is None and max(k) > n:
-        raise ValueError(f"pass@{max(k)} needs at least {max(k)} candidates for each problem, n is {n}: raise n")
+        raise ValueError(
+            f"pass@{max(k)} needs at least {max(k)} candidates for each problem, n is {n}: raise n"
+        )
     if problems is not None and not unsafe and (reason := find_sandbox_problem()):
         raise ValueError(reason)
-    limits, tasks = Limits(seconds, memory * 2**20), {} if problems is None else read_problems(problems)
-    shared: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
+    limits, tasks = (
+        Limits(seconds, memory * 2**20),
+        {} if problems is None else read_problems(problems),
+    )
+    shared: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "batch": batch,
+    }
     extent: dict[str, Any] = {"n": n}
     if problems is None:
         extent = {"texts": texts, "infills": infills, "prompt": PROMPT, "length": length}
-    new, measured = partial(CodeMetrics, cache=open_cache(out), on_progress=on_progress), list[CodeMetrics]()
+    new, measured = (
+        partial(CodeMetrics, cache=open_cache(out), on_progress=on_progress),
+        list[CodeMetrics](),
+    )
     for lm in lms:
-        sampling = shared if lm.row_format.is_causal else shared | {"sampler": sampler, "steps": steps}
+        sampling = (
+            shared if lm.row_format.is_causal else shared | {"sampler": sampler, "steps": steps}
+        )
         about = {"model": lm.name, "weights_sha256": hash_weights(lm.model), "method": lm.method}
-        measured.append(new(lm.name, about | {"device": str(lm.device), **sampling, **extent}, {"model": lm.name}))
+        measured.append(
+            new(
+                lm.name,
+                about | {"device": str(lm.device), **sampling, **extent},
+                {"model": lm.name},
+            )
+        )
         if problems is None:
             measure_parsing(measured[-1], lm, sampling)
         else:
             complete_problems(measured[-1], lm, tasks, sampling | extent)
     if candidates is not None:
         given = {"candidates": read_json_lines(candidates, CANDIDATE_FIELDS)}
-        measured = [new("candidates", {"model": None, "candidates_sha256": hash_file(Path(candidates))}, given)]
+        measured = [
+            new(
+                "candidates",
+                {"model": None, "candidates_sha256": hash_file(Path(candidates))},
+                given,
+            )
+        ]
     for each in measured if problems is not None else ():
         each.settings |= {"problems": len(tasks), "problems_sha256": hash_file(Path(str(problems)))}
-        each.settings |= {"seconds": seconds, "memory_mib": memory, "isolation": "none" if unsafe else "bubblewrap"}
+        each.settings |= {
+            "seconds": seconds,
+            "memory_mib": memory,
+            "isolation": "none" if unsafe else "bubblewrap",
+        }
         measure_passing(each, tasks, k, limits, workers)
     rows: list[list[Any]] = []
     for metric in dict.fromkeys(metric for each in measured for metric in each.values):
         named = [(each.name, each.values[metric]) for each in measured if each.values.get(metric)]
         rows += [[metric, name, estimate_share(values), len(values)] for name, values in named]
-    notes = [PARSE_NOTE if problems is None else PASS_NOTE, *(note for each in measured for note in each.notes)]
-    columns = [Column("metric", is_text=True), Column("model", is_text=True), Column("share"), Column("of")]
+    notes = [
+        PARSE_NOTE if problems is None else PASS_NOTE,
+        *(note for each in measured for note in each.notes),
+    ]
+    columns = [
+        Column("metric", is_text=True),
+        Column("model", is_text=True),
+        Column("share"),
+        Column("of"),
+    ]
     warned = list(dict.fromkeys(warning for each in measured for warning in each.warnings))
     provenance = collect_provenance(lms[0].device if lms else "cpu")
     metrics, settings = measured[0].entry, measured[0].settings
     if len(measured) > 1:
         metrics = {"models": [each.entry | {"settings": each.settings} for each in measured]}
         settings = shared | {"sampler": sampler, "steps": steps}
-    return EvalResult("code", metrics, settings, provenance, [Table(columns, rows, notes=notes)], warned)
+    return EvalResult(
+        "code", metrics, settings, provenance, [Table(columns, rows, notes=notes)], warned
+    )
 
 
 def estimate_share(values: Sequence[float]) -> Estimate:
@@ -202,18 +270,28 @@ def read_json_lines(path: Path | str, fields: Sequence[str]) -> list[Row]:
                 row = json.loads(line)
                 rows.append({name: str(row[name]) for name in fields})
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not a JSON object with {names}: {error!r}") from error
+            raise ValueError(
+                f"{path}, line {number} is not a JSON object with {names}: {error!r}"
+            ) from error
     if not rows:
         raise ValueError(f"{path} is empty: give one JSON object a line, with {names}")
     return rows
 
 
-def complete_problems(metrics: CodeMetrics, lm: LM, problems: Mapping[str, Row], sampling: Mapping[str, Any]) -> None:
+def complete_problems(
+    metrics: CodeMetrics, lm: LM, problems: Mapping[str, Row], sampling: Mapping[str, Any]
+) -> None:
     """Add candidates for each problem: what the model generates after the prompt, to the end of the function."""
     requests = []
     for task, prompt in ((task, problem["prompt"]) for task, problem in problems.items()):
         size = len(tokenize_piece(lm.tokenizer, prompt)[0]) + MAX_COMPLETION_TOKENS
-        requests.append((task, prompt, lm.build_request(prompt, length=min(lm.row_format.longest, size), **sampling)))
+        requests.append(
+            (
+                task,
+                prompt,
+                lm.build_request(prompt, length=min(lm.row_format.longest, size), **sampling),
+            )
+        )
     metrics.entry["candidates"] = [
         {"task_id": task, "completion": cut_function_body(text[len(prompt) :])}
         for task, prompt, request in requests
@@ -224,12 +302,20 @@ def complete_problems(metrics: CodeMetrics, lm: LM, problems: Mapping[str, Row],
 def cut_function_body(text: str) -> str:
     """A completion up to the first line, after its first, that is not indented: there the function ends."""
     lines = text.splitlines(keepends=True)
-    ends = (number for number, line in enumerate(lines) if number and line.strip() and not line[0].isspace())
+    ends = (
+        number
+        for number, line in enumerate(lines)
+        if number and line.strip() and not line[0].isspace()
+    )
     return "".join(lines[: next(ends, None)])
 
 
 def measure_passing(
-    metrics: CodeMetrics, problems: Mapping[str, Row], ks: Sequence[int], limits: Limits, workers: int
+    metrics: CodeMetrics,
+    problems: Mapping[str, Row],
+    ks: Sequence[int],
+    limits: Limits,
+    workers: int,
 ) -> None:
     """Run the candidates, and add pass@k as the mean over problems."""
     unsafe, candidates = metrics.settings["isolation"] == "none", metrics.entry["candidates"]
@@ -238,15 +324,22 @@ def measure_passing(
     def run(candidate: Row) -> tuple[str, dict[str, Any]]:
         problem = problems[candidate["task_id"]]
         job = {"program": problem["prompt"] + candidate["completion"], "test": problem["test"]}
-        job |= {"reference": problem["prompt"] + problem["canonical_solution"], "entry_point": problem["entry_point"]}
+        job |= {
+            "reference": problem["prompt"] + problem["canonical_solution"],
+            "entry_point": problem["entry_point"],
+        }
         key = hash_settings([job, asdict(limits), unsafe])
         return key, metrics.cache.get(key) or run_program(**job, limits=limits, unsafe=unsafe)
 
     counts = Counter(each["task_id"] for each in candidates)
     for task in (*problems, *counts):
         if task not in problems or counts[task] < max(ks):
-            needed = f"at least {max(ks)} for each of the {len(problems)} problems, and none for others"
-            raise ValueError(f"{counts[task]} candidates for {task!r}: pass@{max(ks)} needs {needed}")
+            needed = (
+                f"at least {max(ks)} for each of the {len(problems)} problems, and none for others"
+            )
+            raise ValueError(
+                f"{counts[task]} candidates for {task!r}: pass@{max(ks)} needs {needed}"
+            )
     with ThreadPoolExecutor(max_workers=workers) as pool:
         for candidate, (key, result) in zip(candidates, pool.map(run, candidates), strict=True):
             metrics.cache.put(key, result)
@@ -255,14 +348,20 @@ def measure_passing(
             metrics.on_progress(f"{metrics.name}: tests", len(ran), len(candidates))
     metrics.cache.flush()
     statuses = dict(Counter(each["status"] for each in ran))
-    metrics.notes.append(f"{metrics.name}: {', '.join(f'{count} {status}' for status, count in statuses.items())}.")
+    metrics.notes.append(
+        f"{metrics.name}: {', '.join(f'{count} {status}' for status, count in statuses.items())}."
+    )
     metrics.entry |= {"candidates": ran, "statuses": statuses, "pass": {}}
     for k in ks:
         rates = [estimate_pass_at_k(len(passed), sum(passed), k) for passed in outcomes.values()]
         metrics.entry["pass"][f"pass@{k}"] = metrics.add(f"pass@{k}", rates)
-    metrics.warnings += ["candidates ran without a sandbox (unsafe), which protects nothing"] * unsafe
+    metrics.warnings += [
+        "candidates ran without a sandbox (unsafe), which protects nothing"
+    ] * unsafe
     if reasons := [each["reason"] for each in ran if each["status"] == "unsupported"]:
-        metrics.warnings.append(f"{len(reasons)} unsupported candidates count as failed, the first: {reasons[0]}")
+        metrics.warnings.append(
+            f"{len(reasons)} unsupported candidates count as failed, the first: {reasons[0]}"
+        )
 
 
 def estimate_pass_at_k(n: int, passed: int, k: int) -> float:
@@ -278,23 +377,33 @@ def measure_parsing(metrics: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -
     texts, infills, length = (metrics.settings[name] for name in ("texts", "infills", "length"))
     metrics.entry |= {"generated": None, "infilled": None}
     if texts:
-        generated = metrics.generate(lm, "texts", lm.build_request(PROMPT, n=texts, length=length, **sampling), PROMPT)
+        generated = metrics.generate(
+            lm, "texts", lm.build_request(PROMPT, n=texts, length=length, **sampling), PROMPT
+        )
         parses = metrics.add("generated: parses", list(map(can_parse, generated)))
         metrics.entry |= {"generated": {"parses": parses}, "texts": generated}
     if infills and lm.row_format.is_causal:
-        metrics.warnings.append(f"{lm.name} is causal, sees only what is before a gap, and fills none")
+        metrics.warnings.append(
+            f"{lm.name} is causal, sees only what is before a gap, and fills none"
+        )
     elif infills:
         metrics.settings["sources_sha256"] = hash_sources(load_standard_library())
         gaps = choose_gaps(lm, infills, sampling["seed"])
         request = lm.build_request(template=[build_template(lm, gap) for gap in gaps], **sampling)
-        filled = metrics.generate(lm, "lines", request, [list(asdict(gap).values()) for gap in gaps])
+        filled = metrics.generate(
+            lm, "lines", request, [list(asdict(gap).values()) for gap in gaps]
+        )
         values = {
             "parses": list(map(can_parse, filled)),
             "equal": [text == gap.whole for text, gap in zip(filled, gaps, strict=True)],
             "parses_if_left_empty": [can_parse(gap.before + gap.after) for gap in gaps],
         }
-        shares = {name: metrics.add(f"infilled lines: {name}", each) for name, each in values.items()}
-        examples = [asdict(gap) | {"completion": text} for text, gap in zip(filled, gaps, strict=True)]
+        shares = {
+            name: metrics.add(f"infilled lines: {name}", each) for name, each in values.items()
+        }
+        examples = [
+            asdict(gap) | {"completion": text} for text, gap in zip(filled, gaps, strict=True)
+        ]
         metrics.entry["infilled"] = {"lines": {"shares": shares, "examples": examples}}
 
 
@@ -317,7 +426,9 @@ def load_standard_library() -> Sources:
     folder, sources = Path(sysconfig.get_paths()["stdlib"]), {}
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).parts
-        if not SKIPPED_DIRS & set(parts) and not any(part.startswith(BUILD_FILES) for part in (parts[0], parts[-1])):
+        if not SKIPPED_DIRS & set(parts) and not any(
+            part.startswith(BUILD_FILES) for part in (parts[0], parts[-1])
+        ):
             with tokenize.open(path) as file:  # in the encoding that the source declares
                 sources["/".join(parts)] = file.read().replace("\r\n", "\n")
     return {name: sources[name] for name in sorted(sources) if sources[name].strip()}
@@ -341,10 +452,21 @@ def write_standard_library(path: Path) -> list[dict[str, Any]]:
     written = []
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, kept in ((path, False), (path.with_name(f"{path.stem}-heldout{path.suffix}"), True)):
-        part = {name: text for name, text in load_standard_library().items() if is_held_out(name) is kept}
-        lines = [json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n" for name, text in part.items()]
+        part = {
+            name: text
+            for name, text in load_standard_library().items()
+            if is_held_out(name) is kept
+        }
+        lines = [
+            json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n"
+            for name, text in part.items()
+        ]
         file.write_bytes("".join(lines).encode("utf-8"))
-        about = {"file": file.name, "files": len(part), "bytes": sum(len(text.encode()) for text in part.values())}
+        about = {
+            "file": file.name,
+            "files": len(part),
+            "bytes": sum(len(text.encode()) for text in part.values()),
+        }
         written.append(about | {"sha256": hash_sources(part), "license": LICENSE})
     return written
 
@@ -377,7 +499,10 @@ def choose_gaps(lm: LM, count: int, seed: int) -> list[Gap]:
         if len(text) <= 8 * longest and (spans := list_spans(text)):
             begin, end = spans[int(rng.integers(len(spans)))]
             gap = Gap(name, text[:begin], text[begin:end], text[end:])
-            sizes = [len(tokenize_piece(lm.tokenizer, piece)[0]) for piece in (gap.before, gap.removed, gap.after)]
+            sizes = [
+                len(tokenize_piece(lm.tokenizer, piece)[0])
+                for piece in (gap.before, gap.removed, gap.after)
+            ]
             if 1 <= sizes[1] <= MAX_GAP_TOKENS and sum(sizes) <= longest:
                 gaps.append(gap)
         if len(gaps) == count:

@@ -72,7 +72,9 @@ def load_eval_data(
     packer = Packer(tokenizer, length, is_wrapped=layout == "wrapped")
     path = Path(source).expanduser()
     if str(source) == "-" or (path.exists() and not (path.is_file() or path.is_dir())):
-        raise ValueError(f"{source} is a stream, which cannot be read twice (once for its checksum): save it to a file")
+        raise ValueError(
+            f"{source} is a stream, which cannot be read twice (once for its checksum): save it to a file"
+        )
     split = split or "valid"
     if path.is_dir() and any((path / name).is_file() for name in (MANIFEST, PROGRESS)):
         return _load_prepared(path, tokenizer, length, rows=rows, split=split, limit=limit)
@@ -92,7 +94,13 @@ def load_eval_data(
         size = f"{packing.tokens:,} tokens in {documents:,} documents"
         problem = f"{opened.name} fills no row of {length} tokens: it has {size}"
         raise ValueError(f"{problem}; {remedy}a smaller length, or more text")
-    settings = {"source": opened.name, "identity": opened.identity, "split": split, "rows": layout, "length": length}
+    settings = {
+        "source": opened.name,
+        "identity": opened.identity,
+        "split": split,
+        "rows": layout,
+        "length": length,
+    }
     bytes_source = "detokenized text" if opened.identity.get("detokenizer") else "text"
     settings |= {"limit": limit, "bytes_source": bytes_source} | packing.count_losses()
     packed = PackedRows.concatenate(packing.parts)
@@ -143,7 +151,9 @@ class EvalPacker:
                 self.documents_cut += int(is_cut.sum())
                 self.tokens_cut += int((lengths - kept).sum())
                 self.bytes += int(chunk.sizes[: len(kept)][~is_cut].sum())
-                self.bytes += sum(self._count_prefix_bytes(texts[i], int(kept[i])) for i in np.flatnonzero(is_cut))
+                self.bytes += sum(
+                    self._count_prefix_bytes(texts[i], int(kept[i])) for i in np.flatnonzero(is_cut)
+                )
         self.bytes_fed += int(chunk.sizes.sum())
 
     def _count_prefix_bytes(self, text: str, tokens: int) -> int:
@@ -156,18 +166,36 @@ class EvalPacker:
         """Documents and tokens used and dropped; None where a limit ended the reading and they are not known."""
         whole, inside, _ = self.parts[-1].ends[-1].tolist()
         used, is_wrapped = whole + (inside > 0), self.packer.is_wrapped
-        dropped = (len(self.unknown) - used, len(self.packer.carry)) if is_wrapped else (0, self.tokens_cut)
-        losses = {"documents": used, "documents_cut": int(inside > 0) if is_wrapped else self.documents_cut}
-        losses |= {"documents_dropped": None if self.is_full else dropped[0], "unk_marks": sum(self.unknown[:used])}
+        dropped = (
+            (len(self.unknown) - used, len(self.packer.carry))
+            if is_wrapped
+            else (0, self.tokens_cut)
+        )
+        losses = {
+            "documents": used,
+            "documents_cut": int(inside > 0) if is_wrapped else self.documents_cut,
+        }
+        losses |= {
+            "documents_dropped": None if self.is_full else dropped[0],
+            "unk_marks": sum(self.unknown[:used]),
+        }
         return losses | {"tokens_dropped": None if self.is_full and is_wrapped else dropped[1]}
 
 
 def _load_prepared(
-    folder: Path, tokenizer: Tokenizer, length: int, *, rows: str | None, split: str, limit: int | None
+    folder: Path,
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    rows: str | None,
+    split: str,
+    limit: int | None,
 ) -> EvalDataset:
     data, remedy = open_data(folder), "give the text itself, or prepare it again"
     if data.tokenizer.sha256 != tokenizer.sha256:
-        own, expected = (f"{each.name!r} ({each.sha256[:12]}…)" for each in (data.tokenizer, tokenizer))
+        own, expected = (
+            f"{each.name!r} ({each.sha256[:12]}…)" for each in (data.tokenizer, tokenizer)
+        )
         problem = f"{folder} was prepared with the tokenizer {own}, and the model's is {expected}"
         raise ValueError(f"{problem}: {remedy} with --tokenizer and the model's folder")
     if data.length > length:
@@ -178,16 +206,33 @@ def _load_prepared(
         raise ValueError(f"the rows of {folder} are {layout}, not {rows}: give the text itself")
     every, manifest = data.rows(split), data.manifest["splits"][split]
     if not len(every):
-        raise ValueError(f"{folder} has no rows in {split}: prepare it again with a --valid-share above 0")
+        raise ValueError(
+            f"{folder} has no rows in {split}: prepare it again with a --valid-share above 0"
+        )
     kept: RowDataset = every
     text_bytes, bytes_source = manifest["bytes"], "manifest"
     if limit is not None and limit < len(every):
-        kept, bytes_source = TensorRows(*every.fetch(torch.arange(limit))), "manifest, in proportion to the tokens"
-        parts = ((_find_text(*part, tokenizer).sum() for part in iterate_rows(each)) for each in (kept, every))
+        kept, bytes_source = (
+            TensorRows(*every.fetch(torch.arange(limit))),
+            "manifest, in proportion to the tokens",
+        )
+        parts = (
+            (_find_text(*part, tokenizer).sum() for part in iterate_rows(each))
+            for each in (kept, every)
+        )
         tokens, all_tokens = (int(sum(part)) for part in parts)
         text_bytes = round(text_bytes * (tokens / max(1, all_tokens)))
-    settings = {"source": str(folder), "identity": data.manifest["source"], "split": split, "rows": layout}
-    settings |= {"prepared": data.manifest["settings_sha256"], "length": data.length, "limit": limit}
+    settings = {
+        "source": str(folder),
+        "identity": data.manifest["source"],
+        "split": split,
+        "rows": layout,
+    }
+    settings |= {
+        "prepared": data.manifest["settings_sha256"],
+        "length": data.length,
+        "limit": limit,
+    }
     settings["bytes_source"] = bytes_source
     return _describe_rows(kept, tokenizer, text_bytes, settings)
 
@@ -205,7 +250,9 @@ def iterate_rows(rows: RowDataset) -> Iterator[tuple[NDArray[Any], NDArray[Any]]
         yield tokens.numpy(), lengths.numpy()
 
 
-def _find_text(tokens: NDArray[Any], lengths: NDArray[Any], tokenizer: Tokenizer) -> NDArray[np.bool_]:
+def _find_text(
+    tokens: NDArray[Any], lengths: NDArray[Any], tokenizer: Tokenizer
+) -> NDArray[np.bool_]:
     """Which tokens (n, L) are neither BOS, EOS nor padding."""
     is_text: NDArray[np.bool_] = (tokens != tokenizer.bos_id) & (tokens != tokenizer.eos_id)
     return is_text & (np.arange(tokens.shape[1]) < lengths[:, None])
@@ -215,7 +262,10 @@ def count_row_bytes(data: EvalDataset, tokenizer: Tokenizer) -> NDArray[np.float
     """Bytes of the text of each row (n,), by decoding its tokens, scaled to add up to the bytes of the dataset."""
     sizes: list[int] = []
     for tokens, lengths in iterate_rows(data.rows):
-        texts = (row[kept] for row, kept in zip(tokens, _find_text(tokens, lengths, tokenizer), strict=True))
+        texts = (
+            row[kept]
+            for row, kept in zip(tokens, _find_text(tokens, lengths, tokenizer), strict=True)
+        )
         sizes += [len(tokenizer.decode(text.tolist()).encode()) for text in texts]
     return np.array(sizes) * (data.bytes / max(1, sum(sizes)))
 
@@ -233,13 +283,19 @@ def hash_rows(rows: RowDataset) -> str:
     return digest.hexdigest()
 
 
-def _describe_rows(rows: RowDataset, tokenizer: Tokenizer, text_bytes: int, settings: dict[str, Any]) -> EvalDataset:
+def _describe_rows(
+    rows: RowDataset, tokenizer: Tokenizer, text_bytes: int, settings: dict[str, Any]
+) -> EvalDataset:
     """The dataset of rows, with their hash and documents computed."""
     if text_bytes < 1:
-        raise ValueError(f"{settings['source']} has {len(rows)} rows without any text: give another text")
+        raise ValueError(
+            f"{settings['source']} has {len(rows)} rows without any text: give another text"
+        )
     documents = torch.arange(len(rows))
     if settings["rows"] == "wrapped":  # an EOS ends each document
-        ends = np.concatenate([(tokens[:, 1:-1] == tokenizer.eos_id).sum(1) for tokens, _ in iterate_rows(rows)])
+        ends = np.concatenate(
+            [(tokens[:, 1:-1] == tokenizer.eos_id).sum(1) for tokens, _ in iterate_rows(rows)]
+        )
         documents = torch.from_numpy(np.cumsum(ends) - ends)
     settings |= {name: settings["identity"].get(name) for name in ("detokenizer", "stand_in")}
     settings |= {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256}

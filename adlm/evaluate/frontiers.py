@@ -11,7 +11,13 @@ import torch
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.defaults import DEFAULT_TOP_P
-from adlm.evaluate.cache import ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
+from adlm.evaluate.cache import (
+    ProgressCallback,
+    hash_settings,
+    ignore_progress,
+    lock_output,
+    open_cache,
+)
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import list_models
 from adlm.evaluate.provenance import collect_provenance, hash_weights
@@ -25,7 +31,9 @@ from adlm.training.distributed import get_device_name
 
 LEFT_TO_RIGHT = "left_to_right"
 ENTROPY_TOLERANCE = 0.1  # nats from held-out text, within which the best setting is looked for
-Point = dict[str, Any]  # the flat JSON form: model, setting, nfe, seconds, and the metrics with NAME_se
+Point = dict[
+    str, Any
+]  # the flat JSON form: model, setting, nfe, seconds, and the metrics with NAME_se
 NOTE = (
     "A low Gen-PPL at a low entropy is repetition; texts that end early have less entropy. ± is a standard error over "
     "texts; of seconds, the standard deviation over timings."
@@ -59,12 +67,18 @@ def frontier(
     check_whole_numbers(2, n=n, repeats=repeats)
     check_whole_numbers(1, batch=batch)
     if not all(grids := [build_grid(lm, samplers, steps, temperatures, top_p) for lm in models]):
-        raise ValueError("samplers, steps, temperatures or top_p is empty: give at least one of each")
-    for lm, own in zip(models, grids, strict=True):  # wrong settings are refused before anything runs
+        raise ValueError(
+            "samplers, steps, temperatures or top_p is empty: give at least one of each"
+        )
+    for lm, own in zip(
+        models, grids, strict=True
+    ):  # wrong settings are refused before anything runs
         for setting in own:
             lm.build_request(**get_arguments(setting, length, seed))
     tokenizer = models[0].tokenizer  # counts the tokens of all models
-    texts, about = draw_reference_texts(reference, tokenizer, length, n) if reference else (None, None)
+    texts, about = (
+        draw_reference_texts(reference, tokenizer, length, n) if reference else (None, None)
+    )
     loaded = None if scorer is None else load_scorer(scorer, device=models[0].device)
     measure = TextScorer(tokenizer, loaded, scorer_batch)
     baseline = measure(texts).as_row() if texts else None
@@ -72,13 +86,27 @@ def frontier(
     machine = {"device": str(models[0].device), "threads": torch.get_num_threads()}
     cache, points, described = open_cache(out), list[Point](), list[dict[str, Any]]()
     for lm, own in zip(models, grids, strict=True):
-        identity = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": hash_weights(lm.model)}
-        described.append(identity | {"parameters": sum(each.numel() for each in lm.model.parameters())})
+        identity = {
+            "model": lm.name,
+            "method": lm.method,
+            "step": lm.step,
+            "weights_sha256": hash_weights(lm.model),
+        }
+        described.append(
+            identity | {"parameters": sum(each.numel() for each in lm.model.parameters())}
+        )
         is_warm = False
         for setting in own:
             on_progress(f"{lm.name}: {setting['sampler']}", len(points), sum(map(len, grids)))
             # The machine is part of the key, because time is one of the metrics.
-            parts = (described[-1], setting, size, measure.settings, machine, get_device_name(lm.device))
+            parts = (
+                described[-1],
+                setting,
+                size,
+                measure.settings,
+                machine,
+                get_device_name(lm.device),
+            )
             key = f"point-{hash_settings(parts)}"
             if key not in cache:
                 arguments = get_arguments(setting, length, seed)
@@ -88,7 +116,11 @@ def frontier(
                     time_batch(lm, arguments, min(batch, n))
                     is_warm = True
                 point = {"model": lm.name, "method": lm.method, **setting}
-                cache.put(key, point | measure_point(lm, arguments, n, batch, repeats, measure), is_flushed=True)
+                cache.put(
+                    key,
+                    point | measure_point(lm, arguments, n, batch, repeats, measure),
+                    is_flushed=True,
+                )
             points.append(cache.get(key))
     cache.merge()
     settings = {"models": described, **size, **measure.settings, **machine, "reference": about}
@@ -96,12 +128,22 @@ def frontier(
     warnings = []
     if short := sum(point["short"] for point in points):
         every = short + sum(point["texts"] for point in points)
-        warnings = [f"{short} of {every} texts have fewer than four tokens: they count in NFE and time only"]
+        warnings = [
+            f"{short} of {every} texts have fewer than four tokens: they count in NFE and time only"
+        ]
     best = choose_settings(points, baseline)
     tables = [tabulate_points(points, baseline, settings, best)]
     figures = {"frontier": ("frontier", {"points": points, "reference": baseline})}
     metrics = {"points": points, "reference": baseline, "best": best}
-    return EvalResult("frontier", metrics, settings, collect_provenance(models[0].device), tables, warnings, figures)
+    return EvalResult(
+        "frontier",
+        metrics,
+        settings,
+        collect_provenance(models[0].device),
+        tables,
+        warnings,
+        figures,
+    )
 
 
 def choose_settings(points: Sequence[Point], reference: Point | None) -> dict[str, Point]:
@@ -110,19 +152,31 @@ def choose_settings(points: Sequence[Point], reference: Point | None) -> dict[st
     if reference is None or reference["gen_ppl"] is None:
         return best
     for point in points:
-        is_close = abs(point["entropy"] - reference["entropy"]) <= ENTROPY_TOLERANCE and point["gen_ppl"] is not None
+        is_close = (
+            abs(point["entropy"] - reference["entropy"]) <= ENTROPY_TOLERANCE
+            and point["gen_ppl"] is not None
+        )
         if is_close and point["gen_ppl"] < best.get(point["model"], {"gen_ppl": np.inf})["gen_ppl"]:
             best[point["model"]] = point
     return best
 
 
 def tabulate_points(
-    points: Sequence[Point], reference: Point | None, settings: dict[str, Any], best: dict[str, Point]
+    points: Sequence[Point],
+    reference: Point | None,
+    settings: dict[str, Any],
+    best: dict[str, Point],
 ) -> Table:
     """One row for each point, the held-out text last."""
     names = shorten_names([point["model"] for point in points])
     columns = [Column(name, is_text=True) for name in ("model", "sampler")]
-    columns += [Column("steps"), Column("T"), Column("p"), Column("NFE", 1), Column("s/text", is_optional=True)]
+    columns += [
+        Column("steps"),
+        Column("T"),
+        Column("p"),
+        Column("NFE", 1),
+        Column("s/text", is_optional=True),
+    ]
     columns += [Column("tokens", 1, is_optional=True), Column("Gen-PPL", 1), Column("entropy")]
     columns += [Column("distinct-2", is_optional=True), Column("repeated-4", is_optional=True)]
     rows: list[list[Any]] = []
@@ -131,14 +185,20 @@ def tabulate_points(
         rows.append([names[point["model"]], point["sampler"], point["steps"]])
         rows[-1] += [f"{point['temperature']:g}", f"{point['top_p']:g}", point["nfe"], speed]
     rows += [] if reference is None else [["held-out text", "", *[None] * 5]]
-    for row, values in zip(rows, [*points, *([] if reference is None else [reference])], strict=True):
+    for row, values in zip(
+        rows, [*points, *([] if reference is None else [reference])], strict=True
+    ):
         metrics = ("gen_ppl", "entropy", "distinct_2", "repetition_4")
         row += [values["tokens"], *(Estimate.from_row(values, name) for name in metrics)]
     size = f"Batches of {min(settings['batch'], settings['n'])} texts on {settings['device']}"
     notes = [f"{NOTE} {size}, {settings['threads']} threads."]
-    notes += [] if settings["scorer"] else ["There is no Gen-PPL without a scoring model (--judge)."]
+    notes += (
+        [] if settings["scorer"] else ["There is no Gen-PPL without a scoring model (--judge)."]
+    )
     for model, point in best.items():
-        chosen = ", ".join(f"{name} {point[name]}" for name in ("sampler", "steps", "temperature", "top_p"))
+        chosen = ", ".join(
+            f"{name} {point[name]}" for name in ("sampler", "steps", "temperature", "top_p")
+        )
         rule = f"lowest Gen-PPL at an entropy within {ENTROPY_TOLERANCE} nats of held-out text"
         notes.append(f"{names[model]}, {rule}: {chosen}.")
     return Table(columns, rows, notes=notes)
@@ -151,14 +211,20 @@ def get_arguments(setting: Point, length: int, seed: int) -> dict[str, Any]:
 
 
 def build_grid(
-    lm: LM, samplers: Sequence[str], steps: Sequence[int], temperatures: Sequence[float], top_p: Sequence[float]
+    lm: LM,
+    samplers: Sequence[str],
+    steps: Sequence[int],
+    temperatures: Sequence[float],
+    top_p: Sequence[float],
 ) -> list[Point]:
     """The settings in the order of the lists; a causal model has no samplers, and some samplers have no steps."""
     own: list[tuple[str, int | None]] = [(LEFT_TO_RIGHT, None)] if lm.row_format.is_causal else []
     for sampler in samplers if not own else ():
         own += [(sampler, count) for count in steps] if takes_steps(sampler) else [(sampler, None)]
     names = ("sampler", "steps", "temperature", "top_p")
-    return [dict(zip(names, (*each, *others))) for each, *others in product(own, temperatures, top_p)]
+    return [
+        dict(zip(names, (*each, *others))) for each, *others in product(own, temperatures, top_p)
+    ]
 
 
 def measure_point(
@@ -179,11 +245,15 @@ def measure_point(
     return point | measure([row.text for row in rows]).as_row()
 
 
-def time_batch(lm: LM, arguments: dict[str, Any], count: int, first: int = 0) -> tuple[list[GeneratedRow], float]:
+def time_batch(
+    lm: LM, arguments: dict[str, Any], count: int, first: int = 0
+) -> tuple[list[GeneratedRow], float]:
     """Generate texts from number `first` on in one batch; the texts and the seconds that it takes."""
     request = lm.build_request(n=first + count, batch=count, **arguments)
     start = time.perf_counter()
-    rows = lm.run_request(request, first).rows  # their tokens are on the host: a GPU has nothing left to do
+    rows = lm.run_request(
+        request, first
+    ).rows  # their tokens are on the host: a GPU has nothing left to do
     return rows, time.perf_counter() - start
 
 
@@ -194,7 +264,9 @@ def draw_reference_texts(
     data = load_eval_data(source, tokenizer, length + 2, rows="wrapped")
     if len(data.rows) < n:
         size = f"{len(data.rows)} texts of {length} tokens"
-        raise ValueError(f"{source} has {size}, but {n} are needed: give more text, or a smaller n or length")
+        raise ValueError(
+            f"{source} has {size}, but {n} are needed: give more text, or a smaller n or length"
+        )
     places = np.linspace(0, len(data.rows) - 1, n).round().astype(np.int64)
     tokens, _ = data.rows.fetch(torch.from_numpy(places))
     texts = [tokenizer.decode(row, skip_special=True) for row in tokens.tolist()]

@@ -25,20 +25,56 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]  # one entry of a result's metrics
 Look = dict[str, Any]  # matplotlib's options of a line
 MARKERS = "osD^vPX*<>hd"
-LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
-PLOT_STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "legend.frameon": False}
-PLOT_STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}
-PLOT_STYLE |= {"grid.color": LIGHT, "lines.linewidth": 1.2, "lines.markersize": 5, "errorbar.capsize": 2}
+LINES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1, 1.5)),
+    (0, (5, 1.5, 1, 1.5)),
+    (0, (8, 2, 1, 2, 1, 2)),
+)
+PLOT_STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+}
+PLOT_STYLE |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+}
+PLOT_STYLE |= {
+    "grid.color": LIGHT,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 5,
+    "errorbar.capsize": 2,
+}
 PLOT_STYLE |= {"svg.hashsalt": "adlm", "svg.fonttype": "none"}
 PLOT_STYLE |= {"text.parse_math": False}  # a model's name may contain dollar signs
-LINE_LOOKS: list[Look] = [{"color": color, "linestyle": style} for style in LINES for color in COLORS]
-LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}
+LINE_LOOKS: list[Look] = [
+    {"color": color, "linestyle": style} for style in LINES for color in COLORS
+]
+LABELS = {
+    "gen_ppl": "Gen-PPL",
+    "entropy": "entropy (nats)",
+    "nfe": "NFE",
+    "seconds": "seconds per text",
+}
 
 
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
-    kinds: Any = {"frontier": draw_frontier, "correlation": draw_correlation, "arms": draw_arms, "curves": draw_curves}
-    return [kinds[kind](path=folder / f"{name}{suffix}", **data) for name, (kind, data) in result.figures.items()]
+    kinds: Any = {
+        "frontier": draw_frontier,
+        "correlation": draw_correlation,
+        "arms": draw_arms,
+        "curves": draw_curves,
+    }
+    return [
+        kinds[kind](path=folder / f"{name}{suffix}", **data)
+        for name, (kind, data) in result.figures.items()
+    ]
 
 
 @contextmanager
@@ -53,7 +89,9 @@ def new_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
         FigureCanvasAgg(figure)
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
-        date = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix.lower())  # equal data, equal files
+        date = {".svg": "Date", ".pdf": "CreationDate"}.get(
+            path.suffix.lower()
+        )  # equal data, equal files
         figure.savefig(path, dpi=200, metadata={date: None} if date else None)
 
 
@@ -94,7 +132,12 @@ def _split_errors(rows: Sequence[Row], name: str) -> tuple[list[float], list[flo
 
 def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = None) -> Path:
     """Plot Gen-PPL (or entropy, where there is none) over NFE, entropy and time, and time over NFE."""
-    panels = [("nfe", "gen_ppl"), ("entropy", "gen_ppl"), ("seconds", "gen_ppl"), ("nfe", "seconds")]
+    panels = [
+        ("nfe", "gen_ppl"),
+        ("entropy", "gen_ppl"),
+        ("seconds", "gen_ppl"),
+        ("nfe", "seconds"),
+    ]
     if any(point["gen_ppl"] is None for point in points):
         panels = [("nfe", "entropy"), ("seconds", "entropy"), ("nfe", "seconds")]
     size = (2, 2) if len(panels) == 4 else (1, 3)
@@ -103,13 +146,19 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
     styles = _assign([(point["temperature"], point["top_p"]) for point in points], LINES)
     lines: dict[tuple[Any, ...], list[Row]] = {}
     for point in sorted(points, key=lambda point: point["nfe"]):
-        lines.setdefault((point["model"], point["sampler"], point["temperature"], point["top_p"]), []).append(point)
+        lines.setdefault(
+            (point["model"], point["sampler"], point["temperature"], point["top_p"]), []
+        ).append(point)
     star: Look = {"marker": "*", "color": "black", "markersize": 11, "linestyle": "none"}
     with new_figure(path, 8.6, 3 * size[0] + 0.6) as figure:
         for axes, (x, y) in zip(figure.subplots(*size).flat, panels, strict=True):
             for (model, sampler, *style), line in lines.items():
                 (xs, x_errors), (ys, y_errors) = (_split_errors(line, name) for name in (x, y))
-                look: Look = {"color": colors[model], "linestyle": styles[tuple(style)], "marker": markers[sampler]}
+                look: Look = {
+                    "color": colors[model],
+                    "linestyle": styles[tuple(style)],
+                    "marker": markers[sampler],
+                }
                 axes.errorbar(xs, ys, y_errors, x_errors if x == "entropy" else None, **look)
             if reference is not None and y != "seconds":
                 (level,), error = _split_errors([reference], y)
@@ -121,7 +170,9 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
                     set_log_scale(axes, side, base=2 if name == "nfe" else 10)
             axes.set(xlabel=LABELS[x], ylabel=LABELS[y])
         bare, names = {"color": GRAY, "linestyle": "none"}, shorten_names(list(colors))
-        looks: list[tuple[str, Look]] = [(names[model], {"color": colors[model], "linewidth": 3}) for model in names]
+        looks: list[tuple[str, Look]] = [
+            (names[model], {"color": colors[model], "linewidth": 3}) for model in names
+        ]
         looks += [(sampler, bare | {"marker": marker}) for sampler, marker in markers.items()]
         for (temperature, top_p), style in styles.items() if len(styles) > 1 else ():
             looks.append((f"T {temperature:g}, p {top_p:g}", {"color": GRAY, "linestyle": style}))
@@ -135,17 +186,31 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
 def draw_correlation(models: Sequence[Row], correlations: Sequence[Row], path: Path) -> Path:
     """Plot every metric over anchor accuracy, with a line through the checkpoints of each run."""
     names = shorten_names([find_run(study) for study in models])
-    looks: dict[str, Look] = {run: look | {"marker": "o"} for run, look in _assign(list(names), LINE_LOOKS).items()}
+    looks: dict[str, Look] = {
+        run: look | {"marker": "o"} for run, look in _assign(list(names), LINE_LOOKS).items()
+    }
     metrics = list(dict.fromkeys(each["y"] for each in correlations))
     with new_figure(path, 3.6 * len(metrics) + 1.9, 4.0) as figure:
-        for axes, name in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+        for axes, name in zip(
+            figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True
+        ):
             for run, look in looks.items():
-                own = sorted((study for study in models if find_run(study) == run), key=lambda study: study["step"])
-                across, up = ([get_metric(study, each) for study in own] for each in (ACCURACY, name))
+                own = sorted(
+                    (study for study in models if find_run(study) == run),
+                    key=lambda study: study["step"],
+                )
+                across, up = (
+                    [get_metric(study, each) for study in own] for each in (ACCURACY, name)
+                )
                 errors = ([each.stderr or 0.0 for each in values] for values in (up, across))
-                axes.errorbar([each.value for each in across], [each.value for each in up], *errors, **look)
+                axes.errorbar(
+                    [each.value for each in across], [each.value for each in up], *errors, **look
+                )
             text = "{among}: ρ = {rho:.2f} [{low:.2f}, {high:.2f}]"
-            axes.set_title("\n".join(text.format(**each) for each in correlations if each["y"] == name), fontsize=7)
+            axes.set_title(
+                "\n".join(text.format(**each) for each in correlations if each["y"] == name),
+                fontsize=7,
+            )
             axes.set(xlabel="accuracy on masked anchors", ylabel=METRICS[name])
             if name == "gen_ppl":
                 set_log_scale(axes, "y")
@@ -173,7 +238,10 @@ def draw_arms(sets: Sequence[Row], path: Path, label: str = "accuracy (%)") -> P
                     axes.plot(span, [up] * len(span), color="black", linewidth=1)
                 axes.plot([], [], color=color, linewidth=5, alpha=0.45, label=each["test"])
             axes.set_yticks(range(len(arms))[::-1], arms)
-            limits: Look = {"xlim": (0, 101) if label.endswith("(%)") else None, "ylim": (-0.6, len(arms) - 0.4)}
+            limits: Look = {
+                "xlim": (0, 101) if label.endswith("(%)") else None,
+                "ylim": (-0.6, len(arms) - 0.4),
+            }
             axes.set(xlabel=label, **limits)
             axes.set_title(task, loc="left")  # beside the legend
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1.06), ncols=len(own))
@@ -188,7 +256,12 @@ def draw_curves(curves: Sequence[Row], path: Path, label: str = "accuracy (%)") 
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             for curve in (curve for curve in curves if curve["task"] == task and curve["points"]):
                 axes.plot(*zip(*curve["points"], strict=True), **looks[curve["arm"]], alpha=0.8)
-            axes.set(xlabel="step", ylabel=label, title=task, ylim=(0, 101) if label.endswith("(%)") else None)
+            axes.set(
+                xlabel="step",
+                ylabel=label,
+                title=task,
+                ylim=(0, 101) if label.endswith("(%)") else None,
+            )
         add_legend(figure, list(looks.items()))
     return path
 
@@ -197,7 +270,12 @@ def draw_curves(curves: Sequence[Row], path: Path, label: str = "accuracy (%)") 
 
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTHING = 50  # the window of the bold curves is this fraction of a run
-PANELS = {"lr": "learning rate", "anchor_weight": "γ", "tokens_per_second": "tokens/s", "stall": "stall"}
+PANELS = {
+    "lr": "learning rate",
+    "anchor_weight": "γ",
+    "tokens_per_second": "tokens/s",
+    "stall": "stall",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,12 +288,17 @@ class RunCurves:
 
     def summarize(self) -> dict[str, Any]:
         """Return the last and the best validation."""
-        summary: dict[str, Any] = {"last_step": int(max([*self.train["step"][-1:], *self.valid["step"][-1:]]))}
+        summary: dict[str, Any] = {
+            "last_step": int(max([*self.train["step"][-1:], *self.valid["step"][-1:]]))
+        }
         if np.isfinite(self.valid["val/nll"]).any():
             best = int(np.nanargmin(self.valid["val/nll"]))
             names = ("val/nll", "val/ppl", "val/stderr", "unigram/ppl")
             summary |= {name: float(self.valid[name][-1]) for name in names}
-            summary |= {"best/ppl": float(self.valid["val/ppl"][best]), "best/step": int(self.valid["step"][best])}
+            summary |= {
+                "best/ppl": float(self.valid["val/ppl"][best]),
+                "best/step": int(self.valid["step"][best]),
+            }
         return summary
 
 
@@ -226,12 +309,17 @@ def read_run(folder: Path) -> RunCurves:
         problem = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {problem}: give the folder of a run that has logged a step")
     records = [record | record.get("time", {}) for record in read_metrics(path)]
-    train, valid = ([record for record in records if name in record] for name in ("train/loss", "val/nll"))
+    train, valid = (
+        [record for record in records if name in record] for name in ("train/loss", "val/nll")
+    )
     if not train and not valid:
         raise ValueError(f"{path} has no step yet: plot it when the run has logged its first loss")
 
     def read_columns(records: Sequence[dict[str, Any]], names: str) -> dict[str, np.ndarray]:
-        return {name: np.array([record.get(name) for record in records], dtype=float) for name in names.split()}
+        return {
+            name: np.array([record.get(name) for record in records], dtype=float)
+            for name in names.split()
+        }
 
     curves = read_columns(train, "step tokens train/loss lr anchor_weight tokens_per_second stall")
     held_out = read_columns(valid, "step tokens val/nll val/ppl val/stderr unigram/ppl")
@@ -252,7 +340,9 @@ def plot_runs(runs: Sequence[RunCurves], out: Path, *, x: str = "step") -> Path:
     if x not in ("step", "tokens"):
         raise ValueError(f"x is {x!r}: expected one of step, tokens")
     if out.suffix.lower() not in FORMATS:
-        raise ValueError(f"{out.name} has no suffix of a plot: give a name that ends in one of {', '.join(FORMATS)}")
+        raise ValueError(
+            f"{out.name} has no suffix of a plot: give a name that ends in one of {', '.join(FORMATS)}"
+        )
     with new_figure(out, 9.0, 5.4) as figure:
         grid = figure.add_gridspec(2, len(PANELS), height_ratios=[2.2, 1])
         top = figure.add_subplot(grid[0, :])
@@ -275,15 +365,33 @@ def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], x: str) -> None:
     for run, color in zip(runs, COLORS * len(runs)):
         train, valid = run.train, run.valid
         axes.plot(train[x], train["train/loss"], color=color, alpha=0.25, linewidth=0.7)
-        axes.plot(train[x], smooth_curve(train["train/loss"]), color=color, linewidth=1.6, label=names[run.folder])
+        axes.plot(
+            train[x],
+            smooth_curve(train["train/loss"]),
+            color=color,
+            linewidth=1.6,
+            label=names[run.folder],
+        )
         error = np.nan_to_num(2 * valid["val/stderr"])
-        axes.errorbar(valid[x], valid["val/nll"], error, fmt="o", color=color, markeredgecolor="white", zorder=4)
+        axes.errorbar(
+            valid[x],
+            valid["val/nll"],
+            error,
+            fmt="o",
+            color=color,
+            markeredgecolor="white",
+            zorder=4,
+        )
     axes.plot([], [], color=GRAY, marker="o", linestyle="none", label="validation ± 2 s.e.")
-    for unigram in sorted({float(ppl) for run in runs for ppl in run.valid["unigram/ppl"][-1:] if ppl > 0}):
+    for unigram in sorted(
+        {float(ppl) for run in runs for ppl in run.valid["unigram/ppl"][-1:] if ppl > 0}
+    ):
         label = f"unigram perplexity {unigram:,.0f}"
         axes.axhline(math.log(unigram), color=GRAY, linestyle="--", linewidth=1.0, label=label)
     axes.set_ylabel("training loss, validation nll (nats per token)")
-    perplexities = axes.secondary_yaxis("right", functions=(np.exp, lambda ppl: np.log(np.maximum(ppl, 1e-9))))
+    perplexities = axes.secondary_yaxis(
+        "right", functions=(np.exp, lambda ppl: np.log(np.maximum(ppl, 1e-9)))
+    )
     perplexities.set_ylabel("perplexity")
     set_log_scale(perplexities, "y")
 
@@ -293,7 +401,11 @@ def build_runs_table(runs: Sequence[RunCurves]) -> Table:
     names, rows = shorten_names([run.folder for run in runs]), []
     for run in runs:
         last = run.summarize()
-        ppl = Estimate(last["val/ppl"], last["val/ppl"] * last["val/stderr"]) if "val/ppl" in last else None
+        ppl = (
+            Estimate(last["val/ppl"], last["val/ppl"] * last["val/stderr"])
+            if "val/ppl" in last
+            else None
+        )
         best = [last.get(name) for name in ("best/ppl", "best/step", "unigram/ppl")]
         rows.append([names[run.folder], last["last_step"], ppl, *best])
     numbers = ("last step", "val/ppl", "best/ppl", "best/step", "unigram/ppl")

@@ -23,7 +23,11 @@ def collect_provenance(device: torch.device | str = "cpu", **more: Any) -> dict[
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    code = {"commit": get_commit(), "python": platform.python_version(), "system": platform.system()}
+    code = {
+        "commit": get_commit(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
     machine = {"device": get_device_name(torch.device(device)), "cores": os.cpu_count()}
     return {**code, "versions": versions, **machine, "threads": torch.get_num_threads(), **more}
 
@@ -33,7 +37,16 @@ def get_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return os.environ.get("ADLM_COMMIT") or None
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty=+",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -46,5 +59,9 @@ def hash_weights(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         tensor = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.dim() else repr(tensor.item()).encode())
+        digest.update(
+            tensor.view(torch.uint8).numpy().tobytes()
+            if tensor.dim()
+            else repr(tensor.item()).encode()
+        )
     return digest.hexdigest()

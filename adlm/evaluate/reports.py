@@ -30,7 +30,11 @@ from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM
 
-MAX_TEXTS = {"frontier": 48, "anchors": 32, "code": 32}  # for each point, each perturbation, and each metric
+MAX_TEXTS = {
+    "frontier": 48,
+    "anchors": 32,
+    "code": 32,
+}  # for each point, each perturbation, and each metric
 TAGS = ("diffusion", "masked-diffusion", "language-model")
 TITLES = {
     "perplexity": "Held-out likelihood",
@@ -41,7 +45,14 @@ TITLES = {
     "code": "Python code",
 }
 ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:[^\s/:'\"]+/)+([^\s/:'\"]+)")
-GENERATED = ("text", "texts", "completion", "before", "removed", "after")  # values that stay as they are
+GENERATED = (
+    "text",
+    "texts",
+    "completion",
+    "before",
+    "removed",
+    "after",
+)  # values that stay as they are
 
 
 @dataclass
@@ -106,20 +117,38 @@ def report(
     sampler = next(iter(samplers), None)
     most = max(steps, default=None) if sampler is None or takes_steps(sampler) else None
     masked = drop_unset(length=length, steps=most, sampler=sampler)
-    sampling = {lm.name: drop_unset(length=length) if lm.row_format.is_causal else masked for lm in lms}
+    sampling = {
+        lm.name: drop_unset(length=length) if lm.row_format.is_causal else masked for lm in lms
+    }
     for lm in lms:  # wrong settings are refused before anything runs
         lm.build_request(seed=seed, **sampling[lm.name])
-    paths = [str(each) for each in (data, reference, scorer, zeroshot_dir) if isinstance(each, str | Path)]
+    paths = [
+        str(each)
+        for each in (data, reference, scorer, zeroshot_dir)
+        if isinstance(each, str | Path)
+    ]
     files = {Path(path).name: hash_file(Path(path)) for path in paths if Path(path).is_file()}
     scorer = None if scorer is None else load_scorer(scorer, device=lms[0].device)
-    same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress, **drop_unset(batch=batch)}
-    bounded, texts = drop_unset(limit=limit), {name: min(n or most, most) for name, most in MAX_TEXTS.items()}
+    same: dict[str, Any] = {
+        "seed": seed,
+        "out": out,
+        "on_progress": on_progress,
+        **drop_unset(batch=batch),
+    }
+    bounded, texts = (
+        drop_unset(limit=limit),
+        {name: min(n or most, most) for name, most in MAX_TEXTS.items()},
+    )
     scored = {"scorer": scorer, "reference": real, **drop_unset(scorer_batch=batch)}
     sections = {name: Section(name, title) for name, title in TITLES.items()}
 
-    sections["perplexity"].add(perplexity(lms, {Path(data).name: data}, rows=rows, **same, **bounded))
+    sections["perplexity"].add(
+        perplexity(lms, {Path(data).name: data}, rows=rows, **same, **bounded)
+    )
     if scorer is None:
-        sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
+        sections["samples"].reason = sections["frontier"].reason = (
+            "no scoring model was given (--judge)"
+        )
     else:
         grid = drop_unset(n=n and texts["frontier"], length=length, steps=steps, samplers=samplers)
         sections["frontier"].add(frontier(lms, **scored, **same, **grid))
@@ -136,18 +165,37 @@ def report(
     if zeroshot_dir is None:
         sections["zero_shot"].reason = "no folder of the sets was given (--zeroshot-dir)"
     else:
-        sections["zero_shot"].add(zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **bounded, **same))
+        sections["zero_shot"].add(
+            zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **bounded, **same)
+        )
     sections["code"].reason = "" if code else "it was not requested (--code)"
     try:
         if code:
-            more = {"texts": texts["code"], "infills": texts["code"], **drop_unset(steps=most, sampler=sampler)}
+            more = {
+                "texts": texts["code"],
+                "infills": texts["code"],
+                **drop_unset(steps=most, sampler=sampler),
+            }
             sections["code"].add(measure_code(lms, **more, **same))
     except TooFewFunctionsError as error:
         sections["code"].reason = str(error)
 
     hide = partial(hide_paths, paths=[*paths, *(lm.name for lm in given)])
-    settings: dict[str, Any] = {"data": str(data), "reference": str(real), "rows": rows, "seed": seed, "files": files}
-    settings |= {"n": n, "length": length, "steps": steps, "samplers": samplers, "limit": limit, "batch": batch}
+    settings: dict[str, Any] = {
+        "data": str(data),
+        "reference": str(real),
+        "rows": rows,
+        "seed": seed,
+        "files": files,
+    }
+    settings |= {
+        "n": n,
+        "length": length,
+        "steps": steps,
+        "samplers": samplers,
+        "limit": limit,
+        "batch": batch,
+    }
     settings = hide(to_json(settings | {"scorer": scorer and scorer.settings}))
     provenance, metrics = collect_provenance(lms[0].device), hide(collect_metrics(sections))
     paths_written = []
@@ -157,20 +205,38 @@ def report(
         section.tables, section.warnings = hide(section.tables), hide(section.warnings)
         paths_written += plots
     described, shown = [describe_model(lm) for lm in lms], list(sections.values())
-    columns = [Column(name.replace("_", " "), is_text=isinstance(value, str)) for name, value in described[0].items()]
+    columns = [
+        Column(name.replace("_", " "), is_text=isinstance(value, str))
+        for name, value in described[0].items()
+    ]
     summary = tabulate_summary(metrics)
-    content = {"title": f"Evaluation of {', '.join(lm.name for lm in lms)}", "command": hide(command)}
-    content |= {"models": Table(columns, [list(each.values()) for each in described]), "summary": summary}
-    content |= {"origin": {**settings, **provenance, "scorer": scorer and scorer.name}, "sections": shown}
+    content = {
+        "title": f"Evaluation of {', '.join(lm.name for lm in lms)}",
+        "command": hide(command),
+    }
+    content |= {
+        "models": Table(columns, [list(each.values()) for each in described]),
+        "summary": summary,
+    }
+    content |= {
+        "origin": {**settings, **provenance, "scorer": scorer and scorer.name},
+        "sections": shown,
+    }
     front: dict[str, Any] = {"license": license, "language": ["en"], "library_name": "adlm"}
-    front |= {"pipeline_tag": "text-generation", "tags": [*TAGS, *dict.fromkeys(lm.method for lm in lms)]}
+    front |= {
+        "pipeline_tag": "text-generation",
+        "tags": [*TAGS, *dict.fromkeys(lm.method for lm in lms)],
+    }
     front["model-index"] = build_model_index(metrics)
     paths_written += write_pages(content, front, out)
     whole = {"models": described, "metrics": metrics, "command": hide(command), "license": license}
     whole |= {"sections": hide(to_json([each.as_dict() for each in shown]))}
     whole["files"] = [path.name for path in paths_written]
     states = [[each.title, f"no: {each.reason}" if each.reason else "yes"] for each in shown]
-    tables = [summary, Table([Column("section", is_text=True), Column("measured", is_text=True)], states)]
+    tables = [
+        summary,
+        Table([Column("section", is_text=True), Column("measured", is_text=True)], states),
+    ]
     result = EvalResult("report", whole, settings, provenance, tables)
     save_json(out / "report.json", result.as_dict())
     return result
@@ -187,14 +253,22 @@ def name_models(lms: Sequence[LM]) -> list[LM]:
     named = []
     for lm, name in zip(lms, short, strict=True):
         named.append(copy.copy(lm))
-        named[-1].name = name if short.count(name) == 1 else "-".join(Path(lm.name).resolve().parts[-3:])
+        named[-1].name = (
+            name if short.count(name) == 1 else "-".join(Path(lm.name).resolve().parts[-3:])
+        )
     return named
 
 
 def describe_model(lm: LM) -> dict[str, Any]:
     """The model's size, tokenizer and weights."""
     config, size = lm.model.config, sum(each.numel() for each in lm.model.parameters())
-    about = {"name": lm.name, "method": lm.method, "step": lm.step, "length": config.length, "parameters": size}
+    about = {
+        "name": lm.name,
+        "method": lm.method,
+        "step": lm.step,
+        "length": config.length,
+        "parameters": size,
+    }
     about |= {"vocab_size": config.vocab_size, "tokenizer": lm.tokenizer.name}
     return about | {"weights_sha256": hash_weights(lm.model)}
 
@@ -209,16 +283,24 @@ def collect_metrics(sections: Mapping[str, Section]) -> list[dict[str, Any]]:
 
     for result in sections["perplexity"].results:
         for entry in result.metrics.get("models", [result.metrics]):
-            model, data, bits, stderr = (entry[key] for key in ("model", "data", "bits_per_byte", "bits_per_byte_se"))
+            model, data, bits, stderr = (
+                entry[key] for key in ("model", "data", "bits_per_byte", "bits_per_byte_se")
+            )
             name = f"Perplexity{' (upper bound)' if entry['is_bound'] else ''}"
             add(model, "perplexity", name, data, value=entry["ppl"])
             add(model, "bits_per_byte", "Bits per byte", data, value=bits, stderr=stderr)
     for result in sections["samples"].results:
         model, data = result.settings["samples"]["model"], result.settings["reference"]["name"]
-        names = {"gen_ppl": f"Gen-PPL ({result.settings['scorer']['name']})", "mauve": "MAUVE", "entropy": "Entropy"}
+        names = {
+            "gen_ppl": f"Gen-PPL ({result.settings['scorer']['name']})",
+            "mauve": "MAUVE",
+            "entropy": "Entropy",
+        }
         for kind, name in names.items():
             add(model, kind, name, data, **result.metrics["samples"][kind])
-    for entry in (entry for result in sections["zero_shot"].results for entry in result.metrics["sets"]):
+    for entry in (
+        entry for result in sections["zero_shot"].results for entry in result.metrics["sets"]
+    ):
         add(entry["model"], "perplexity", "Perplexity", entry["set"], value=entry["ppl"])
     return metrics
 
@@ -239,7 +321,9 @@ def tabulate_summary(metrics: Sequence[Mapping[str, Any]]) -> Table:
     first: dict[tuple[str, str], list[Any]] = {}
     for each in metrics:
         estimate = Estimate(each["value"], each["stderr"], each["interval"])
-        first.setdefault((each["model"], each["type"]), [each["model"], each["name"], each["data"], estimate])
+        first.setdefault(
+            (each["model"], each["type"]), [each["model"], each["name"], each["data"], estimate]
+        )
     columns = [Column(name, is_text=True) for name in ("model", "metric", "data")]
     return Table([*columns, Column("value")], list(first.values()))
 
@@ -261,7 +345,9 @@ def hide_paths(value: Any, *, paths: Sequence[str]) -> Any:
     return value
 
 
-def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], folder: Path) -> list[Path]:
+def write_pages(
+    content: Mapping[str, Any], front_matter: Mapping[str, Any], folder: Path
+) -> list[Path]:
     """Write report.html, one file that needs nothing else, and report.md, with plots next to it."""
     import jinja2
     import yaml
@@ -270,24 +356,43 @@ def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], fol
     def clean(value: Any) -> Any:
         """Replace control characters, which no page may hold."""
         is_markup = isinstance(value, Markup)
-        return value if is_markup else re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", str(value))
+        return (
+            value
+            if is_markup
+            else re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", str(value))
+        )
 
     def escape_markdown(value: Any) -> Markup:
         """Escape all marks and tags, in one line."""
         if isinstance(value, Markup):
             return value
-        return Markup(re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(clean(value).replace("\n", " "), quote=False)))
+        return Markup(
+            re.sub(
+                r"([\\`*_\[\]|#~])",
+                r"\\\1",
+                html.escape(clean(value).replace("\n", " "), quote=False),
+            )
+        )
 
     names = [name for section in content["sections"] for name in section.figures]
-    images = {name: base64.b64encode((folder / f"{name}.svg").read_bytes()).decode() for name in names}
-    matter = Markup(f"---\n{yaml.safe_dump(dict(front_matter), sort_keys=False, allow_unicode=True)}---")
-    options: Any = {"loader": jinja2.FileSystemLoader(Path(__file__).with_name("templates")), "autoescape": True}
+    images = {
+        name: base64.b64encode((folder / f"{name}.svg").read_bytes()).decode() for name in names
+    }
+    matter = Markup(
+        f"---\n{yaml.safe_dump(dict(front_matter), sort_keys=False, allow_unicode=True)}---"
+    )
+    options: Any = {
+        "loader": jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        "autoescape": True,
+    }
     options |= {"undefined": jinja2.StrictUndefined, "keep_trailing_newline": True}
     options |= {"trim_blocks": True, "lstrip_blocks": True}
     paths = []
     for name, finalize in (("report.html", clean), ("report.md", escape_markdown)):
         environment = jinja2.Environment(finalize=finalize, **options)
-        page = environment.get_template(f"{name}.j2").render(**content, images=images, front_matter=matter)
+        page = environment.get_template(f"{name}.j2").render(
+            **content, images=images, front_matter=matter
+        )
         page = page if name == "report.html" else re.sub(r"\n{3,}", "\n\n", page)
         write_atomically(folder / name, page.encode("utf-8"))
         paths.append(folder / name)

@@ -71,7 +71,10 @@ class Table:
 
     def format_rows(self) -> list[list[str]]:
         """All cells as text."""
-        return [[column.format(cell) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows]
+        return [
+            [column.format(cell) for column, cell in zip(self.columns, row, strict=True)]
+            for row in self.rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class EvalResult:
     provenance: dict[str, Any]
     tables: Sequence[Table] = ()
     warnings: Sequence[str] = ()
-    figures: dict[str, Any] = field(default_factory=dict)  # name -> what adlm.evaluate.plots draws it from
+    figures: dict[str, Any] = field(
+        default_factory=dict
+    )  # name -> what adlm.evaluate.plots draws it from
 
     def __getitem__(self, metric: str) -> Any:
         return self.metrics[metric]
@@ -95,7 +100,10 @@ class EvalResult:
         return {**self.metrics, **about, "warnings": list(self.warnings)}
 
     def __str__(self) -> str:
-        parts = [(table.title and f"**{table.title}**", render_markdown(table), *table.notes) for table in self.tables]
+        parts = [
+            (table.title and f"**{table.title}**", render_markdown(table), *table.notes)
+            for table in self.tables
+        ]
         return "\n\n".join(part for table in parts for part in table if part)
 
 
@@ -107,7 +115,9 @@ def render_markdown(table: Table) -> str:
         return f"| {' | '.join(cell.translate(marks) for cell in cells)} |"
 
     rule = ["---" if column.is_text else "---:" for column in table.columns]
-    return "\n".join(map(line, [[column.name for column in table.columns], rule, *table.format_rows()]))
+    return "\n".join(
+        map(line, [[column.name for column in table.columns], rule, *table.format_rows()])
+    )
 
 
 def to_json(value: Any) -> Any:
@@ -129,7 +139,9 @@ def save_json(path: Path, value: Any) -> Path:
     from adlm.data.shards import write_atomically  # here: it imports torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(to_json(value), indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
+    write_atomically(
+        path, (json.dumps(to_json(value), indent=1, ensure_ascii=False) + "\n").encode("utf-8")
+    )
     return path
 
 

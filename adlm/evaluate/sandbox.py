@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
-SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"  # of bwrap, setpriv, unshare, sh and mount
+SEARCH_PATH = (
+    "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"  # of bwrap, setpriv, unshare, sh and mount
+)
 MAX_REASON = 2000  # characters
 MAX_FILE_SIZE = 2**20
 TMP_SIZE = 16 * 2**20
@@ -53,18 +55,34 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < 3600:
-            raise ValueError(f"seconds={self.seconds:g} must be between 0 and 3600: choose another time limit")
+            raise ValueError(
+                f"seconds={self.seconds:g} must be between 0 and 3600: choose another time limit"
+            )
         if self.memory < 64 * 2**20:
-            raise ValueError(f"memory={self.memory / 2**20:g} MiB must be at least 64 MiB, what an interpreter needs")
+            raise ValueError(
+                f"memory={self.memory / 2**20:g} MiB must be at least 64 MiB, what an interpreter needs"
+            )
 
 
 def run_program(
-    program: str, reference: str, test: str, entry_point: str, limits: Limits, *, unsafe: bool = False
+    program: str,
+    reference: str,
+    test: str,
+    entry_point: str,
+    limits: Limits,
+    *,
+    unsafe: bool = False,
 ) -> dict[str, Any]:
     """Run `check(entry_point)` of a test against a candidate program; status (passed, failed, syntax, memory, time,
     died or unsupported), reason and seconds. `reference` is the problem's own program."""
     bounds = {"cpu": math.ceil(limits.seconds) + 1, "memory": limits.memory}
-    job = {"program": program, "reference": reference, "test": test, "entry_point": entry_point, "limits": bounds}
+    job = {
+        "program": program,
+        "reference": reference,
+        "test": test,
+        "entry_point": entry_point,
+        "limits": bounds,
+    }
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -72,17 +90,25 @@ def run_program(
         ends = requests, asking, answers, answering = [*os.pipe(), *os.pipe()]
         try:
             channel, streams = (answers, asking), (requests, answering, subprocess.DEVNULL)
-            tester = stack.enter_context(start(build_call("run_test", channel), [subprocess.PIPE] * 3, channel))
+            tester = stack.enter_context(
+                start(build_call("run_test", channel), [subprocess.PIPE] * 3, channel)
+            )
             candidate = stack.enter_context(start(build_call("serve_candidate"), streams))
         finally:
             for end in ends:
                 os.close(end)
         try:
             output, messages = tester.communicate(json.dumps(job).encode(), timeout=limits.seconds)
-            status, reason = json.loads(output) if output else ("died", messages.decode("utf-8", "replace")[-500:])
+            status, reason = (
+                json.loads(output)
+                if output
+                else ("died", messages.decode("utf-8", "replace")[-500:])
+            )
         except subprocess.TimeoutExpired:
             status, reason = "time", ""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe is closed, but it did not end
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # its pipe is closed, but it did not end
             candidate.wait(timeout=0.5 if status == "died" else 0)
         code = candidate.returncode or 0
     number = -code if code < 0 else code - 128  # bubblewrap exits with 128 + signal
@@ -96,17 +122,31 @@ def run_program(
 def build_call(function: str, descriptors: Sequence[int] = ()) -> list[str]:
     """The command that calls one function of this file in the base interpreter, without site packages."""
     code = f"{Path(__file__).read_text('utf-8')}\n{function}(*{list(descriptors)})"
-    return [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-s", "-S", "-P", "-B", "-c", code]
+    return [
+        os.path.realpath(getattr(sys, "_base_executable", sys.executable)),
+        "-s",
+        "-S",
+        "-P",
+        "-B",
+        "-c",
+        code,
+    ]
 
 
 @contextlib.contextmanager
 def start_process(
-    command: Sequence[str], streams: Sequence[int], descriptors: Sequence[int] = (), *, folder: str = "/"
+    command: Sequence[str],
+    streams: Sequence[int],
+    descriptors: Sequence[int] = (),
+    *,
+    folder: str = "/",
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A context manager that starts a command in its own session and folder, which protects nothing, and kills it."""
     names = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder, "PATH": SEARCH_PATH}
     pipes: dict[str, Any] = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
-    process = subprocess.Popen(command, **pipes, cwd=folder, env=names, pass_fds=descriptors, start_new_session=True)
+    process = subprocess.Popen(
+        command, **pipes, cwd=folder, env=names, pass_fds=descriptors, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -124,13 +164,34 @@ def start_sandbox(
     prefix = source = os.path.realpath(sys.base_prefix)
     drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
     before = drop if os.geteuid() == 0 else []
-    words = ["bwrap", *NAMESPACES, "--new-session", "--die-with-parent", "--clearenv", "--ro-bind", "/usr", "/usr"]
+    words = [
+        "bwrap",
+        *NAMESPACES,
+        "--new-session",
+        "--die-with-parent",
+        "--clearenv",
+        "--ro-bind",
+        "/usr",
+        "/usr",
+    ]
     for path in map(str, sorted(Path("/").glob("lib*"))):
-        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+        words += (
+            ["--symlink", os.readlink(path), path]
+            if os.path.islink(path)
+            else ["--ro-bind", path, path]
+        )
     if not Path(prefix).is_relative_to("/usr"):
         if before:  # nobody may not enter root's folders: bind the prefix elsewhere, in a mount namespace of our own
             source = "/mnt"
-            before = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /mnt && exec "$@"', prefix, *before]
+            before = [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                'mount --bind "$0" /mnt && exec "$@"',
+                prefix,
+                *before,
+            ]
         words += ["--ro-bind", source, prefix]
     words += ["--size", str(TMP_SIZE), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in (ENVIRONMENT | {"LD_LIBRARY_PATH": f"{prefix}/lib"}).items():
@@ -141,7 +202,9 @@ def start_sandbox(
         words += ["--seccomp", str(reading)]
     os.close(writing)
     try:
-        with start_process([*before, *words, *command], streams, [*descriptors, reading]) as process:
+        with start_process(
+            [*before, *words, *command], streams, [*descriptors, reading]
+        ) as process:
             yield process
     finally:
         os.close(reading)
@@ -152,8 +215,19 @@ def build_syscall_filter() -> bytes:
     if platform.machine() not in ARCHITECTURES:
         return b""
     architecture, column = ARCHITECTURES[platform.machine()]
-    load, equal, at_least, give, refuse = 0x20, 0x15, 0x35, 0x06, 0x00050001  # BPF operations; errno EPERM
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
+    load, equal, at_least, give, refuse = (
+        0x20,
+        0x15,
+        0x35,
+        0x06,
+        0x00050001,
+    )  # BPF operations; errno EPERM
+    program = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, architecture),
+        (give, 0, 0, 0x80000000),
+        (load, 0, 0, 0),
+    ]
     program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # x32
     for numbers in REFUSED_CALLS.values():
         program += [(equal, 0, 1, numbers[column]), (give, 0, 0, refuse)]
@@ -170,7 +244,9 @@ def find_sandbox_problem() -> str | None:
             with start_sandbox(command, [subprocess.PIPE] * 3) as process:
                 _, messages = process.communicate(timeout=60)
             if process.returncode:
-                raise OSError(messages.decode("utf-8", "replace").strip() or f"exit code {process.returncode}")
+                raise OSError(
+                    messages.decode("utf-8", "replace").strip() or f"exit code {process.returncode}"
+                )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"the sandbox cannot run {command[0]} ({error}): {REMEDY}"
     return None
@@ -179,8 +255,12 @@ def find_sandbox_problem() -> str | None:
 # What runs inside
 
 
-ERROR_STATUSES = dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), "syntax") | {"MemoryError": "memory"}
-NAMED: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray, complex)}
+ERROR_STATUSES = dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), "syntax") | {
+    "MemoryError": "memory"
+}
+NAMED: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray, complex)
+}
 
 
 class CandidateEndedError(Exception):
@@ -220,7 +300,9 @@ def run_test(reading: int, writing: int) -> None:
     print(json.dumps([status, reason[:MAX_REASON]]))
 
 
-def judge_candidate(job: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], None]) -> tuple[str, str]:
+def judge_candidate(
+    job: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], None]
+) -> tuple[str, str]:
     """How the test of a candidate ends, and why."""
     unsupported: list[str] = []
 
@@ -238,7 +320,9 @@ def judge_candidate(job: dict[str, Any], receive: Callable[[], Any], send: Calla
                 raise error_type(content[1])
             raise RuntimeError(f"{content[0]}: {content[1]}")
         result, changed = decode(content)
-        for mine, theirs in zip(arguments, changed, strict=True):  # a function may change its arguments
+        for mine, theirs in zip(
+            arguments, changed, strict=True
+        ):  # a function may change its arguments
             if isinstance(mine, list):
                 mine[:] = theirs
             elif isinstance(mine, dict | set):
@@ -257,7 +341,10 @@ def judge_candidate(job: dict[str, Any], receive: Callable[[], Any], send: Calla
         exec(compile(job["test"], "test", "exec", dont_inherit=True), space)
         check = space["check"]
     except Exception as error:
-        return "unsupported", f"the problem's own program or test does not run: {type(error).__name__}: {error}"
+        return (
+            "unsupported",
+            f"the problem's own program or test does not run: {type(error).__name__}: {error}",
+        )
     try:
         check(call_candidate)
     except CandidateEndedError:
@@ -265,7 +352,11 @@ def judge_candidate(job: dict[str, Any], receive: Callable[[], Any], send: Calla
     except MemoryError:
         return "memory", "test: MemoryError"
     except BaseException as error:
-        return ("unsupported", unsupported[0]) if unsupported else ("failed", f"test: {type(error).__name__}: {error}")
+        return (
+            ("unsupported", unsupported[0])
+            if unsupported
+            else ("failed", f"test: {type(error).__name__}: {error}")
+        )
     return "passed", ""
 
 
@@ -309,7 +400,9 @@ def decode(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     name, content = value
-    return complex(*content) if name == "complex" else NAMED[name]([decode(each) for each in content])
+    return (
+        complex(*content) if name == "complex" else NAMED[name]([decode(each) for each in content])
+    )
 
 
 def set_limits(cpu: int, memory: int) -> None:
@@ -317,7 +410,11 @@ def set_limits(cpu: int, memory: int) -> None:
     import resource  # Windows has none, and imports this file
 
     sys.set_int_max_str_digits(0)
-    limits = {resource.RLIMIT_CPU: cpu, resource.RLIMIT_AS: memory, resource.RLIMIT_FSIZE: MAX_FILE_SIZE}
+    limits = {
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: MAX_FILE_SIZE,
+    }
     limits |= {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]

@@ -22,13 +22,19 @@ def estimate_ratio_difference(
     if counts.sum() == 0 or other_counts.sum() == 0:
         return math.nan, math.nan
     mean, other = sums.sum() / counts.sum(), other_sums.sum() / other_counts.sum()
-    influence = (sums - mean * counts) / counts.sum() - (other_sums - other * other_counts) / other_counts.sum()
+    influence = (sums - mean * counts) / counts.sum() - (
+        other_sums - other * other_counts
+    ) / other_counts.sum()
     return float(mean - other), influence_stderr(influence, (counts > 0) | (other_counts > 0))
 
 
 def flatten_estimates(**estimates: tuple[float, float]) -> dict[str, float]:
     """Values and standard errors as `NAME` and `NAME_se`, as in JSON."""
-    return {f"{name}{suffix}": pair[i] for name, pair in estimates.items() for i, suffix in enumerate(("", "_se"))}
+    return {
+        f"{name}{suffix}": pair[i]
+        for name, pair in estimates.items()
+        for i, suffix in enumerate(("", "_se"))
+    }
 
 
 def describe_seeds(values: Sequence[float]) -> dict[str, Any]:
@@ -70,7 +76,12 @@ def correlate(
     return rho, min(low, rho), max(high, rho)
 
 
-def _center_ranks(values: NDArray[np.float64], groups: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+def _center_ranks(
+    values: NDArray[np.float64], groups: Sequence[Sequence[int]]
+) -> NDArray[np.float64]:
     """The ranks of values within their groups, minus the group's mean; NaN where a value is."""
-    parts = [np.where(np.isnan(values[group]), np.nan, rank_values(values[group])) for group in map(list, groups)]
+    parts = [
+        np.where(np.isnan(values[group]), np.nan, rank_values(values[group]))
+        for group in map(list, groups)
+    ]
     return np.concatenate([part - part.mean() for part in parts])

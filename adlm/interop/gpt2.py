@@ -11,7 +11,11 @@ from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.remedies import import_extra
 
 # Names in transformers -> ours. Conv1D stores the linear maps of a layer transposed.
-NAMES = {"wte.weight": "embed.weight", "wpe.weight": "positions.weight", "lm_head.weight": "head.weight"}
+NAMES = {
+    "wte.weight": "embed.weight",
+    "wpe.weight": "positions.weight",
+    "lm_head.weight": "head.weight",
+}
 NAMES |= {"ln_f.weight": "denoiser.norm.weight", "ln_f.bias": "denoiser.norm.bias"}
 LAYER_NAMES = {"ln_1": "norm1", "attn.c_attn": "qkv", "attn.c_proj": "out"}
 LAYER_NAMES |= {"ln_2": "norm2", "mlp.c_fc": "up", "mlp.c_proj": "down"}
@@ -34,21 +38,33 @@ def load(folder: str | Path) -> LanguageModel:
     transformers = import_extra("transformers", "a GPT-2 folder needs transformers", "hf")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name, value in (SUPPORTED | {"n_inner": getattr(config, "n_inner", None) and 4 * config.n_embd}).items():
+        for name, value in (
+            SUPPORTED | {"n_inner": getattr(config, "n_inner", None) and 4 * config.n_embd}
+        ).items():
             if (actual := getattr(config, name, value)) != value:
-                raise ValueError(f"{name} is {actual!r:.80}: supported is {value!r}; give a GPT-2 with that")
+                raise ValueError(
+                    f"{name} is {actual!r:.80}: supported is {value!r}; give a GPT-2 with that"
+                )
         options = {"config": config, "use_safetensors": True, "ignore_mismatched_sizes": True}
-        theirs, report = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True, **options)
-        if wrong := {problem: sorted(map(str, keys))[:4] for problem, keys in report.items() if keys}:
+        theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
+            folder, output_loading_info=True, **options
+        )
+        if wrong := {
+            problem: sorted(map(str, keys))[:4] for problem, keys in report.items() if keys
+        }:
             raise ValueError(f"config.json does not fit the weights: {wrong}")
         # Embeddings and attention weights have no dropout here.
         return from_state_dict(theirs.state_dict(), heads=config.n_head, dropout=config.resid_pdrop)
     except Exception as error:  # transformers raises errors of every kind at a damaged folder
         problem = " ".join(str(error).split())[:300]
-        raise ValueError(f"{folder} is no GPT-2 folder as transformers saves it ({problem}): save it again") from error
+        raise ValueError(
+            f"{folder} is no GPT-2 folder as transformers saves it ({problem}): save it again"
+        ) from error
 
 
-def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1) -> LanguageModel:
+def from_state_dict(
+    state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1
+) -> LanguageModel:
     """Convert the state dict of a `GPT2LMHeadModel` or `GPT2Model`; sizes follow from its shapes."""
     renamed: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -61,12 +77,21 @@ def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float =
             renamed[NAMES.get(bare, bare)] = value
     if "embed.weight" not in renamed or "positions.weight" not in renamed:
         problem = f"the state dict has no 'wte.weight' or 'wpe.weight', its keys start with {sorted(state)[:3]}"
-        raise ValueError(f"{problem}: give the state_dict() of transformers' GPT2LMHeadModel, with its names unchanged")
-    if not bool((renamed.setdefault("head.weight", renamed["embed.weight"]) == renamed["embed.weight"]).all()):
+        raise ValueError(
+            f"{problem}: give the state_dict() of transformers' GPT2LMHeadModel, with its names unchanged"
+        )
+    if not bool(
+        (
+            renamed.setdefault("head.weight", renamed["embed.weight"]) == renamed["embed.weight"]
+        ).all()
+    ):
         raise ValueError("lm_head.weight is not wte.weight: convert a GPT-2 with tied embeddings")
     vocab_size, dim = renamed["embed.weight"].shape
     layers = len({name.split(".")[2] for name in renamed if name.startswith("denoiser.layers.")})
-    settings: dict[str, Any] = {"denoiser_layers": layers, "length": renamed["positions.weight"].shape[0]}
+    settings: dict[str, Any] = {
+        "denoiser_layers": layers,
+        "length": renamed["positions.weight"].shape[0],
+    }
     settings |= {"is_causal": True, "cond_dim": None, "dropout": dropout, "positions": "learned"}
     settings |= dict.fromkeys(("norm_bias", "attention_bias", "tied"), True)
     model = LanguageModel(ModelConfig(vocab_size, None, dim, heads, **settings))

@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from adlm.checkpoint import EXPORTED_PREFIX, EXPORTED_WEIGHTS, PARTIAL, LoadedModel, build_config_json, write_json
+from adlm.checkpoint import (
+    EXPORTED_PREFIX,
+    EXPORTED_WEIGHTS,
+    PARTIAL,
+    LoadedModel,
+    build_config_json,
+    write_json,
+)
 from adlm.data.tokenizers import Tokenizer
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
@@ -32,7 +39,9 @@ AutoModelForMaskedLM.register(AdlmConfig, AdlmForMaskedLM, exist_ok=True)
 AutoModelForCausalLM.register(AdlmConfig, AdlmForCausalLM, exist_ok=True)
 
 
-def export(lm: LM, folder: str | Path, *, dtype: str = "float32", report: str | Path | None = None) -> Path:
+def export(
+    lm: LM, folder: str | Path, *, dtype: str = "float32", report: str | Path | None = None
+) -> Path:
     """Write a model as a Hugging Face folder, its weights in float32 or bfloat16, with the metrics of a report."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -49,9 +58,14 @@ def export(lm: LM, folder: str | Path, *, dtype: str = "float32", report: str | 
         if not (lm.model.config.tied and name == "head.weight")
     }
     save_file(weights, folder / EXPORTED_WEIGHTS, metadata={"format": "pt"})
-    (folder / EXPORTED_WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner can read
+    (folder / EXPORTED_WEIGHTS).chmod(
+        0o644
+    )  # safetensors writes files that only their owner can read
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(weights, EXPORTED_WEIGHTS)}
+    index = {
+        "metadata": {"total_size": size},
+        "weight_map": dict.fromkeys(weights, EXPORTED_WEIGHTS),
+    }
     write_json(folder / "model.safetensors.index.json", index)
     write_json(folder / "config.json", build_hub_config(loaded, tokenizer, dtype))
     write_code(folder, MODELING)
@@ -71,22 +85,36 @@ def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:
     mask_id = own.own_mask_id
     if mask_id is None and shape.mask_id is not None:
         mask_id = shape.mask_id
-        token = AddedToken(MASK_TOKEN, lstrip=classify_tokens(own).joins_blanks, normalized=False, special=True)
+        token = AddedToken(
+            MASK_TOKEN, lstrip=classify_tokens(own).joins_blanks, normalized=False, special=True
+        )
         bpe.add_special_tokens([token])
         if (actual := bpe.token_to_id(MASK_TOKEN)) != mask_id:
-            raise ValueError(f"{MASK_TOKEN} gets id {actual}, the model's mask is {mask_id}: set its mask_token")
+            raise ValueError(
+                f"{MASK_TOKEN} gets id {actual}, the model's mask is {mask_id}: set its mask_token"
+            )
     names = {i: bpe.id_to_token(i) for i in (own.bos_id, own.eos_id) if i is not None}
     first = [names[own.bos_id]] if own.bos_id is not None else []
     last = [names[own.eos_id]] if own.eos_id is not None and lm.row_format.is_framed else []
-    single, pair, special = [*first, "$A", *last], [*first, "$A", "$B", *last], [(t, i) for i, t in names.items()]
+    single, pair, special = (
+        [*first, "$A", *last],
+        [*first, "$A", "$B", *last],
+        [(t, i) for i, t in names.items()],
+    )
     template = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
     is_kept = isinstance(bpe.post_processor, processors.ByteLevel)  # it changes offsets alone
-    bpe.post_processor = processors.Sequence([bpe.post_processor, template]) if is_kept else template
+    bpe.post_processor = (
+        processors.Sequence([bpe.post_processor, template]) if is_kept else template
+    )
     pad_id = next((i for i in (own.pad_id, own.eos_id, mask_id) if i is not None), None)
     exported = Tokenizer(bpe, own.bos_id, own.eos_id, pad_id, mask_id, own.name)
     exported.save(folder)
     path = folder / "tokenizer_config.json"
-    write_json(path, json.loads(path.read_text("utf-8")) | {"model_max_length": shape.length, "padding_side": "left"})
+    write_json(
+        path,
+        json.loads(path.read_text("utf-8"))
+        | {"model_max_length": shape.length, "padding_side": "left"},
+    )
     return exported
 
 
@@ -96,16 +124,25 @@ def build_hub_config(loaded: LoadedModel, tokenizer: Tokenizer, dtype: str) -> d
     special = classify_tokens(tokenizer).special[: shape.vocab_size]
     beyond = range(len(special), shape.vocab_size)  # ids without a token
     kind = "CausalLM" if shape.is_causal else "MaskedLM"
-    modeling, ids = MODELING.rpartition(".")[2], (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    modeling, ids = (
+        MODELING.rpartition(".")[2],
+        (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id),
+    )
     return build_config_json(shape, loaded.method, loaded.step, loaded.rows) | {
         "model_type": AdlmConfig.model_type,
         "architectures": [f"AdlmFor{kind}"],
-        "auto_map": {"AutoConfig": f"{modeling}.AdlmConfig", f"AutoModelFor{kind}": f"{modeling}.AdlmFor{kind}"},
+        "auto_map": {
+            "AutoConfig": f"{modeling}.AdlmConfig",
+            f"AutoModelFor{kind}": f"{modeling}.AdlmFor{kind}",
+        },
         "dtype": dtype,
         "tie_word_embeddings": shape.tied,
         "special_token_ids": [*special.nonzero()[:, 0].tolist(), *beyond],
         "transformers_version": version("transformers"),
-        **{f"{role}_token_id": token for role, token in zip(("bos", "eos", "pad"), ids, strict=True)},
+        **{
+            f"{role}_token_id": token
+            for role, token in zip(("bos", "eos", "pad"), ids, strict=True)
+        },
     }
 
 
@@ -113,7 +150,11 @@ def write_diffusers_files(lm: LM, folder: Path) -> None:
     """Add what `DiffusionPipeline.from_pretrained` reads: a pipeline, and the code of every component in its folder."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     may_end = not lm.row_format.is_framed
-    banned = [token for token in config["special_token_ids"] if not (may_end and token == lm.tokenizer.eos_id)]
+    banned = [
+        token
+        for token in config["special_token_ids"]
+        if not (may_end and token == lm.tokenizer.eos_id)
+    ]
     index = {
         "_class_name": ["pipeline_adlm", "AdlmPipeline"],
         "model": ["modeling_adlm", "AdlmForMaskedLM"],
@@ -125,7 +166,11 @@ def write_diffusers_files(lm: LM, folder: Path) -> None:
     write_code(folder / "model", MODELING)
     write_json(folder / "model" / "config.json", config)
     write_code(folder / "scheduler", SCHEDULING)
-    scheduler = {"_class_name": "AdlmScheduler", "banned_token_ids": banned, "block_length": lm.model.config.length}
+    scheduler = {
+        "_class_name": "AdlmScheduler",
+        "banned_token_ids": banned,
+        "block_length": lm.model.config.length,
+    }
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     (folder / "tokenizer").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -146,12 +191,18 @@ def collect_code(module: str) -> dict[str, str]:
         each = todo.pop()
         if name_code_file(each) not in files:
             source, needed = rewrite_imports(find_source(each).read_text("utf-8"))
-            head = f"# Copied from {each} of adlm {version('adlm')} (Apache-2.0); change it there.\n"
+            head = (
+                f"# Copied from {each} of adlm {version('adlm')} (Apache-2.0); change it there.\n"
+            )
             files[name_code_file(each)] = head + source
             todo += needed
-    first, *others = files  # transformers and diffusers copy only the files that the first one imports itself
+    first, *others = (
+        files  # transformers and diffusers copy only the files that the first one imports itself
+    )
     lines = [f"    from .{name} import __name__ as _\n" for name in sorted(others)]
-    files[first] += "\nif False:  # never run: the files to copy\n" + "".join(lines) if lines else ""
+    files[first] += (
+        "\nif False:  # never run: the files to copy\n" + "".join(lines) if lines else ""
+    )
     return files
 
 
@@ -176,12 +227,23 @@ def rewrite_imports(source: str) -> tuple[str, list[str]]:
             return f"{indent}from .{name_code_file(module)} import {names}"
         modules = {name: f"{module}.{name}" for name in names.split(", ")}
         needed.extend(modules.values())
-        return indent + "from . import " + ", ".join(f"{name_code_file(m)} as {name}" for name, m in modules.items())
+        return (
+            indent
+            + "from . import "
+            + ", ".join(f"{name_code_file(m)} as {name}" for name, m in modules.items())
+        )
 
     source = re.sub(r"^if TYPE_CHECKING:\n(?: .*\n)+", "", source, flags=re.MULTILINE)
-    source = re.sub(r"^( *)from (adlm(?:\.\w+)*) import (\([^)]*\)|.*)", make_relative, source, flags=re.MULTILINE)
+    source = re.sub(
+        r"^( *)from (adlm(?:\.\w+)*) import (\([^)]*\)|.*)",
+        make_relative,
+        source,
+        flags=re.MULTILINE,
+    )
     # transformers requires what a file imports, except in `try`, and triton comes with CUDA alone.
-    source = re.sub(r"^(import triton.*)", r"try:\n    \1\nfinally:\n    pass", source, flags=re.MULTILINE)
+    source = re.sub(
+        r"^(import triton.*)", r"try:\n    \1\nfinally:\n    pass", source, flags=re.MULTILINE
+    )
     # Several copies of an operator may be loaded into one process.
     return source.replace('custom_op("adlm::', 'custom_op(__name__.replace(".", "_") + "::'), needed
 
@@ -190,7 +252,10 @@ def write_card(lm: LM, dtype: str) -> str:
     """Return the model card."""
     shape, is_causal, title = lm.model.config, lm.model.config.is_causal, Path(lm.name).name
     auto_class = "AutoModelForCausalLM" if is_causal else "AutoModelForMaskedLM"
-    size, mask = f"{count_parameters(shape):,}", "" if lm.tokenizer.own_mask_id is not None else f" ({MASK_TOKEN})"
+    size, mask = (
+        f"{count_parameters(shape):,}",
+        "" if lm.tokenizer.own_mask_id is not None else f" ({MASK_TOKEN})",
+    )
     layers = f"{shape.anchor_layers} layers of anchor network and " if shape.anchor_layers else ""
     return f"""---
 library_name: transformers
@@ -222,11 +287,17 @@ def add_report(card: str, name: str, report: Path, folder: Path) -> str:
     parts = (report / "report.md").read_text("utf-8").split("---\n", 2)
     front = yaml.safe_load(parts[1]) if len(parts) == 3 else {}
     if not (index := [entry for entry in front.get("model-index", []) if entry["name"] == name]):
-        raise ValueError(f"{report / 'report.md'} has no metrics of {name!r}: give a report on this model")
+        raise ValueError(
+            f"{report / 'report.md'} has no metrics of {name!r}: give a report on this model"
+        )
     for plot in report.glob("*.svg"):
         shutil.copyfile(plot, folder / plot.name)
-    matter = yaml.safe_dump({"license": front["license"], "language": front["language"], "model-index": index})
-    return card.replace("---\n# ", f"{matter}---\n# ", 1) + re.sub("^#", "##", parts[2].lstrip(), flags=re.MULTILINE)
+    matter = yaml.safe_dump(
+        {"license": front["license"], "language": front["language"], "model-index": index}
+    )
+    return card.replace("---\n# ", f"{matter}---\n# ", 1) + re.sub(
+        "^#", "##", parts[2].lstrip(), flags=re.MULTILINE
+    )
 
 
 def push_to_hub(folder: str | Path, repo: str, *, is_private: bool = True) -> str:
@@ -235,8 +306,12 @@ def push_to_hub(folder: str | Path, repo: str, *, is_private: bool = True) -> st
 
     folder = Path(folder)
     if not (folder / "config.json").is_file() or not (folder / EXPORTED_WEIGHTS).is_file():
-        raise ValueError(f"{folder} is no exported model: write it with `adlm export MODEL --out {folder}` first")
+        raise ValueError(
+            f"{folder} is no exported model: write it with `adlm export MODEL --out {folder}` first"
+        )
     api = HfApi()
     api.create_repo(repo, private=is_private, exist_ok=True)
-    commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model exported with adlm")
+    commit = api.upload_folder(
+        repo_id=repo, folder_path=folder, commit_message="Upload a model exported with adlm"
+    )
     return str(commit.commit_url)

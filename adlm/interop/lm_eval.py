@@ -15,7 +15,12 @@ from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
 from adlm.likelihood import MAX_ENUMERATED
 from adlm.remedies import install_command
-from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
+from adlm.text.generation import (
+    GenerationConfig,
+    GenerationRequest,
+    check_whole_numbers,
+    choose_sampler,
+)
 from adlm.text.lm import LM, load
 from adlm.text.templates import TEXT, Layout, tokenize_piece
 
@@ -23,7 +28,9 @@ try:
     from lm_eval.api.model import LM as HarnessModel
     from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
-    raise ModuleNotFoundError(f"lm-eval is not installed: {install_command('eval')}", name="lm_eval") from error
+    raise ModuleNotFoundError(
+        f"lm-eval is not installed: {install_command('eval')}", name="lm_eval"
+    ) from error
 
 NAME = "adlm"
 AUTO_BATCH = 16  # requests at a time for lm-eval's batch size `auto`
@@ -42,7 +49,9 @@ class ScoredRow(NamedTuple):
 def iterate_windows(total: int, start: int, room: int) -> Iterator[tuple[int, int, int]]:
     """Windows (begin, end, first scored) of at most `room` tokens with context, each token from `start` scored once."""
     if room < 2:
-        raise ValueError(f"rows of {room} tokens have no room for context: give a model with longer rows")
+        raise ValueError(
+            f"rows of {room} tokens have no room for context: give a model with longer rows"
+        )
     begin, scored = max(0, start - 1), start
     while scored < total:
         end = min(begin + room, total)
@@ -57,10 +66,18 @@ def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
     # Blanks at the context's end belong to the continuation, as everywhere in the harness.
     start = sum(end <= len(context.rstrip()) for _, end in encoding.offsets)
     first = () if lm.tokenizer.bos_id is None else (lm.tokenizer.bos_id,)
-    last = (lm.tokenizer.eos_id,) if lm.row_format.is_framed and lm.tokenizer.eos_id is not None else ()
+    last = (
+        (lm.tokenizer.eos_id,)
+        if lm.row_format.is_framed and lm.tokenizer.eos_id is not None
+        else ()
+    )
     rows = []
-    for begin, end, scored in iterate_windows(len(ids), start, lm.row_format.longest) if start < len(ids) else ():
-        is_scored = [False] * len(first) + [i >= scored for i in range(begin, end)] + [False] * len(last)
+    for begin, end, scored in (
+        iterate_windows(len(ids), start, lm.row_format.longest) if start < len(ids) else ()
+    ):
+        is_scored = (
+            [False] * len(first) + [i >= scored for i in range(begin, end)] + [False] * len(last)
+        )
         if lm.row_format.is_causal:
             is_scored[0] = False  # nothing predicts the first token
         rows.append(ScoredRow((*first, *ids[begin:end], *last), tuple(is_scored)))
@@ -72,11 +89,18 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
     mask, layouts = lm.tokenizer.mask_id, list[Layout]()
     sampler = None if lm.row_format.is_causal else replace(confidence(1), steps=None)
     for row in rows:
-        ids = tuple(mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True))
+        ids = tuple(
+            mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True)
+        )
         is_given = tuple(not scored for scored in row.is_scored)
         layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
-    request = GenerationRequest(layouts, GenerationConfig(batch=batch), sampler, SamplingParams(temperature=0), {})
-    return [tuple(each.ids) == row.ids for each, row in zip(lm.run_request(request).rows, rows, strict=True)]
+    request = GenerationRequest(
+        layouts, GenerationConfig(batch=batch), sampler, SamplingParams(temperature=0), {}
+    )
+    return [
+        tuple(each.ids) == row.ids
+        for each, row in zip(lm.run_request(request).rows, rows, strict=True)
+    ]
 
 
 class AdlmLM(HarnessModel):
@@ -101,21 +125,33 @@ class AdlmLM(HarnessModel):
         check_whole_numbers(0, seed=seed)
         self.batch = AUTO_BATCH if str(batch_size).startswith("auto") else int(batch_size)
         check_whole_numbers(1, batch_size=self.batch)
-        self.draws, self.seed, self.max_gen_toks = 1 if self.lm.row_format.is_causal else draws, seed, max_gen_toks
+        self.draws, self.seed, self.max_gen_toks = (
+            1 if self.lm.row_format.is_causal else draws,
+            seed,
+            max_gen_toks,
+        )
         self.sampler, self.steps, self.options = sampler, steps, options
-        choose_sampler(sampler, steps, options, is_causal=self.lm.row_format.is_causal, fills=False, hidden=1)
+        choose_sampler(
+            sampler, steps, options, is_causal=self.lm.row_format.is_causal, fills=False, hidden=1
+        )
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> Self:
         """Build the model; model_args override the command line, whose device is cuda:0 by default."""
-        given = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        given = {
+            name: value for name, value in (additional_config or {}).items() if value is not None
+        }
         if given.get("device") == "cuda:0" and not torch.cuda.is_available():
             log.warning("this torch sees no CUDA device, which is lm-eval's default: using the CPU")
             given["device"] = "cpu"
         return cls(**given | arg_dict)
 
     @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> Self:
         """Build the model from `name=value,name=value`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
@@ -123,18 +159,35 @@ class AdlmLM(HarnessModel):
         """The settings that the harness saves with its results."""
         bound = f"upper bound on the nll, estimated from draws above {MAX_ENUMERATED} tokens"
         kind = "exact" if self.lm.row_format.is_causal else bound
-        info = {"model": self.lm.name, "method": self.lm.method, "step": self.lm.step, "likelihood": kind}
-        info |= {"draws": self.draws, "seed": self.seed, "sampler": self.sampler, "steps": self.steps, **self.options}
+        info = {
+            "model": self.lm.name,
+            "method": self.lm.method,
+            "step": self.lm.step,
+            "likelihood": kind,
+        }
+        info |= {
+            "draws": self.draws,
+            "seed": self.seed,
+            "sampler": self.sampler,
+            "steps": self.steps,
+            **self.options,
+        }
         return {"adlm": info | {"length": self.lm.row_format.row, "device": str(self.lm.device)}}
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation after its context, and whether greedy decoding generates it."""
         every = [build_rows(self.lm, *request.args) for request in requests]
         results = []
         for part in tqdm(_split(every, self.batch), "log-likelihoods", disable=disable_tqdm):
-            is_greedy = iter(check_greedy(self.lm, [row for rows in part for row in rows], self.batch))
+            is_greedy = iter(
+                check_greedy(self.lm, [row for rows in part for row in rows], self.batch)
+            )
             nats = self._sum_nats(part)
-            results += [(-value, all(list(islice(is_greedy, len(rows))))) for value, rows in zip(nats, part)]
+            results += [
+                (-value, all(list(islice(is_greedy, len(rows))))) for value, rows in zip(nats, part)
+            ]
         return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -145,8 +198,13 @@ class AdlmLM(HarnessModel):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context up to the first of its `until`; a repeated request gets another text."""
-        parsed, repeats = [self._parse_request(*request.args) for request in requests], Counter[Any]()
-        groups: dict[Any, list[int]] = defaultdict(list)  # places of requests that are generated together
+        parsed, repeats = (
+            [self._parse_request(*request.args) for request in requests],
+            Counter[Any](),
+        )
+        groups: dict[Any, list[int]] = defaultdict(
+            list
+        )  # places of requests that are generated together
         for place, each in enumerate(parsed):
             groups[each[2], repeats[each]].append(place)
             repeats[each] += 1
@@ -162,7 +220,9 @@ class AdlmLM(HarnessModel):
     def _sum_nats(self, part: Sequence[Sequence[ScoredRow]]) -> list[float]:
         """Nats of each request, over its rows: exact, or the bound."""
         rows = [(number, row) for number, each in enumerate(part) for row in each]
-        rows.sort(key=lambda each: len(each[1].ids))  # less padding; the noise of a row does not depend on the order
+        rows.sort(
+            key=lambda each: len(each[1].ids)
+        )  # less padding; the noise of a row does not depend on the order
         ids, is_scored = [row.ids for _, row in rows], [row.is_scored for _, row in rows]
         estimate = self.lm.estimate_nats(
             ids, is_scored, draws=self.draws, seed=self.seed, batch=self.batch * self.draws
@@ -172,15 +232,23 @@ class AdlmLM(HarnessModel):
             sums[number] += nats
         return sums
 
-    def _parse_request(self, context: str, kwargs: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[Any, ...]]:
+    def _parse_request(
+        self, context: str, kwargs: dict[str, Any]
+    ) -> tuple[str, tuple[str, ...], tuple[Any, ...]]:
         """Return the context, where the text ends, and the arguments of `build_request` as pairs."""
         if unknown := [name for name in kwargs if name not in GENERATION_KWARGS]:
             known = ", ".join(GENERATION_KWARGS)
-            raise ValueError(f"unknown generation_kwargs {', '.join(unknown)}: expected some of {known}")
+            raise ValueError(
+                f"unknown generation_kwargs {', '.join(unknown)}: expected some of {known}"
+            )
         until = kwargs.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
-        temperature = float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample", True) else 0.0
-        context, tokens = fit_context(self.lm, context, int(kwargs.get("max_gen_toks") or self.max_gen_toks))
+        temperature = (
+            float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample", True) else 0.0
+        )
+        context, tokens = fit_context(
+            self.lm, context, int(kwargs.get("max_gen_toks") or self.max_gen_toks)
+        )
         sampler, steps = self.sampler, self.steps
         if not self.lm.row_format.is_causal:
             sampler = sampler or ("confidence" if temperature == 0 else None)
@@ -200,7 +268,9 @@ def fit_context(lm: LM, context: str, tokens: int) -> tuple[str, int]:
     generated = min(tokens, max(longest - taken, longest // 2))
     pieces = tokenize_piece(lm.tokenizer, context)[1]
     kept, keep = context, min(len(pieces), longest - generated)
-    while count_tokens(kept) + generated > longest:  # the end of a text may have more tokens by itself
+    while (
+        count_tokens(kept) + generated > longest
+    ):  # the end of a text may have more tokens by itself
         kept, keep = "".join(pieces[len(pieces) - keep :]) if keep else "", keep - 1
     log.warning(
         "a context of %d tokens and %d to generate do not fit into a row of %d: truncated to its last %d and %d",

@@ -20,10 +20,24 @@ from adlm.methods import build_sampler, choose_steps, takes_steps
 from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
 
 STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")
-DEFAULTS = {"method": "adlm", "step": 0, "rows": "wrapped", "format": 1, "eos_token_id": None, "pad_token_id": None}
+DEFAULTS = {
+    "method": "adlm",
+    "step": 0,
+    "rows": "wrapped",
+    "format": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 # Settings in transformers' words.
-SHAPE_NAMES = {"vocab_size": ["vocab_size"], "hidden_size": ["dim"], "num_attention_heads": ["heads"]}
-SHAPE_NAMES |= {"num_hidden_layers": ["anchor_layers", "denoiser_layers"], "max_position_embeddings": ["length"]}
+SHAPE_NAMES = {
+    "vocab_size": ["vocab_size"],
+    "hidden_size": ["dim"],
+    "num_attention_heads": ["heads"],
+}
+SHAPE_NAMES |= {
+    "num_hidden_layers": ["anchor_layers", "denoiser_layers"],
+    "max_position_embeddings": ["length"],
+}
 
 
 class AdlmConfig(PreTrainedConfig):
@@ -32,12 +46,17 @@ class AdlmConfig(PreTrainedConfig):
     model_type = "adlm"
 
     def __init__(
-        self, model: dict[str, Any] | None = None, special_token_ids: list[int] | None = None, **kwargs: Any
+        self,
+        model: dict[str, Any] | None = None,
+        special_token_ids: list[int] | None = None,
+        **kwargs: Any,
     ) -> None:
         self.model = model or {}
         self.special_token_ids = special_token_ids or []  # never sampled, except the end token
         kwargs = {"tie_word_embeddings": self.model.get("tied", False)} | DEFAULTS | kwargs
-        kwargs |= {name: sum(self.model.get(key, 0) for key in keys) for name, keys in SHAPE_NAMES.items()}
+        kwargs |= {
+            name: sum(self.model.get(key, 0) for key in keys) for name, keys in SHAPE_NAMES.items()
+        }
         super().__init__(**kwargs)
 
 
@@ -78,15 +97,23 @@ class AdlmPreTrainedModel(PreTrainedModel):
     ) -> MaskedLMOutput:
         """Return logits (B, L, V), the mask's as good as minus infinity, and with labels the mean cross-entropy."""
         shape, loss = self.model.config, None
-        valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        valid = (
+            None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        )
         if shape.time_conditioning and noise_level is None:
             counted = torch.ones_like(input_ids, dtype=torch.bool) if valid is None else valid
-            noise_level = mean_noise_level(((input_ids == shape.mask_id) & counted).sum(-1) / counted.sum(-1))
+            noise_level = mean_noise_level(
+                ((input_ids == shape.mask_id) & counted).sum(-1) / counted.sum(-1)
+            )
         logits: Any = self.model.head(self.model(input_ids, noise_level, valid=valid).final)
         if shape.mask_id is not None:
-            logits = logits.index_fill(-1, torch.tensor(shape.mask_id, device=logits.device), NEG_INF)
+            logits = logits.index_fill(
+                -1, torch.tensor(shape.mask_id, device=logits.device), NEG_INF
+            )
         if labels is not None:
-            scored, targets = (logits[:, :-1], labels[:, 1:]) if shape.is_causal else (logits, labels)
+            scored, targets = (
+                (logits[:, :-1], labels[:, 1:]) if shape.is_causal else (logits, labels)
+            )
             loss = F.cross_entropy(scored.flatten(0, 1).float(), targets.flatten())
         return MaskedLMOutput(loss=cast(Any, loss), logits=logits)
 
@@ -120,12 +147,18 @@ class AdlmPreTrainedModel(PreTrainedModel):
         is_framed = config.rows == "documents" and not shape.is_causal and eos is not None
         masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = [row[mask.bool()] for row, mask in zip(input_ids, masks, strict=True)]
-        rows = [row[:-1] if is_framed and len(row) > 1 and int(row[-1]) == eos else row for row in rows]
+        rows = [
+            row[:-1] if is_framed and len(row) > 1 and int(row[-1]) == eos else row for row in rows
+        ]
         if max_new_tokens is None:
             has_holes = shape.mask_id is not None and bool((input_ids == shape.mask_id).any())
-            max_new_tokens = 0 if has_holes else shape.length - is_framed - max(len(row) for row in rows)
+            max_new_tokens = (
+                0 if has_holes else shape.length - is_framed - max(len(row) for row in rows)
+            )
         if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}: a prompt must be shorter than {shape.length} tokens")
+            raise ValueError(
+                f"max_new_tokens is {max_new_tokens}: a prompt must be shorter than {shape.length} tokens"
+            )
         hole = input_ids.new_full((max_new_tokens,), 0 if shape.mask_id is None else shape.mask_id)
         end = input_ids.new_full((int(is_framed),), eos if is_framed else 0)
         numbers = torch.arange(num_return_sequences).repeat(len(rows))
@@ -133,16 +166,22 @@ class AdlmPreTrainedModel(PreTrainedModel):
         positions = torch.arange(max(map(len, rows)))
         lengths = torch.tensor([len(row) for row in rows])[:, None]
         is_new = (positions >= lengths - len(hole) - len(end)) & (positions < lengths - len(end))
-        xt = pad_sequence(rows, batch_first=True, padding_value=int(shape.mask_id == 0))  # nothing reads the padding
+        xt = pad_sequence(
+            rows, batch_first=True, padding_value=int(shape.mask_id == 0)
+        )  # nothing reads the padding
         is_free = is_new if shape.is_causal else is_new | (xt.cpu() == shape.mask_id)
         if not shape.is_causal:
             sampler = sampler or DEFAULT_SAMPLER
             if steps is not None or takes_steps(sampler):
                 options["steps"] = choose_steps(sampler, steps, int(is_free.sum(-1).max()))
         elif sampler is not None or steps is not None or options:
-            raise ValueError("a causal model samples from left to right: leave sampler, steps and their options out")
+            raise ValueError(
+                "a causal model samples from left to right: leave sampler, steps and their options out"
+            )
         kinds = is_free.long() if is_framed else torch.where(is_new, 2, 1)
-        banned = torch.zeros(3, shape.vocab_size, dtype=torch.bool)  # none; special ones; all of these but the end
+        banned = torch.zeros(
+            3, shape.vocab_size, dtype=torch.bool
+        )  # none; special ones; all of these but the end
         banned[1:, config.special_token_ids] = True
         banned[2, [] if eos is None else [eos]] = False
         frames = stream_tokens(
@@ -159,11 +198,18 @@ class AdlmPreTrainedModel(PreTrainedModel):
             block=block,
         )
         tokens = show_frames(frames, rows[0][: int(is_free[0].long().argmax())], streamer).tokens
-        if not is_framed and eos is not None and bool(is_new.any()):  # the text ends at the first end token
+        if (
+            not is_framed and eos is not None and bool(is_new.any())
+        ):  # the text ends at the first end token
             is_new = is_new.to(tokens.device)
             is_end = ((tokens == eos) & is_new).long()
-            tokens = torch.where((is_end.cumsum(-1) > is_end) & is_new, eos if pad is None else pad, tokens)
-        aligned = [F.pad(row[:n], (len(positions) - n, 0), value=pad or 0) for row, n in zip(tokens, lengths[:, 0])]
+            tokens = torch.where(
+                (is_end.cumsum(-1) > is_end) & is_new, eos if pad is None else pad, tokens
+            )
+        aligned = [
+            F.pad(row[:n], (len(positions) - n, 0), value=pad or 0)
+            for row, n in zip(tokens, lengths[:, 0])
+        ]
         return torch.stack(aligned)
 
 
@@ -177,7 +223,9 @@ class AdlmForCausalLM(AdlmPreTrainedModel):
 
 def show_frames(frames: Iterator[Frame], prompt: Tensor, streamer: Any) -> Frame:
     """Run the sampler, show a streamer the prompt, a draft per step and the result; return the last frame."""
-    put, put_draft, put_frame, end = (getattr(streamer, name, lambda *_, **__: None) for name in STREAMER_METHODS)
+    put, put_draft, put_frame, end = (
+        getattr(streamer, name, lambda *_, **__: None) for name in STREAMER_METHODS
+    )
     put(prompt.cpu())
     for frame in frames:
         if streamer is not None:

@@ -36,7 +36,9 @@ class AdlmPipeline(DiffusionPipeline):
     def save_pretrained(self, save_directory: Any, *_: Any, **__: Any) -> None:
         """Refuse to write a folder without the code files, which nothing could load."""
         remedy = "`adlm export` makes it a pipeline's folder"
-        raise NotImplementedError(f"save pipe.model and pipe.tokenizer into {save_directory}; {remedy}")
+        raise NotImplementedError(
+            f"save pipe.model and pipe.tokenizer into {save_directory}; {remedy}"
+        )
 
     @torch.no_grad()
     def __call__(
@@ -64,7 +66,9 @@ class AdlmPipeline(DiffusionPipeline):
             if call is not None:
                 call(self, frame.step - 1, frame.step - 1, {"canvas": frame.tokens})
 
-        inputs = self.tokenizer([prompt] if isinstance(prompt, str) else prompt, return_tensors="pt", padding=True)
+        inputs = self.tokenizer(
+            [prompt] if isinstance(prompt, str) else prompt, return_tensors="pt", padding=True
+        )
         sequences = self.model.generate(
             inputs.input_ids.to(self.model.device),
             max_new_tokens,
@@ -80,5 +84,13 @@ class AdlmPipeline(DiffusionPipeline):
             streamer=None if call is None else SimpleNamespace(put_frame=put_frame),
             **(config.options or {}),
         )
-        texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True) if output_type == "text" else None
-        return AdlmPipelineOutput(sequences=sequences, texts=texts) if return_dict else (sequences, texts)
+        texts = (
+            self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+            if output_type == "text"
+            else None
+        )
+        return (
+            AdlmPipelineOutput(sequences=sequences, texts=texts)
+            if return_dict
+            else (sequences, texts)
+        )

@@ -42,7 +42,10 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         self.set_timesteps(steps or 1)
 
     def set_timesteps(
-        self, num_inference_steps: int, device: str | torch.device | None = None, block_length: int | None = None
+        self,
+        num_inference_steps: int,
+        device: str | torch.device | None = None,
+        block_length: int | None = None,
     ) -> None:
         """Start a new text, by default of `num_inference_steps` steps."""
         self.settings = cast(Any, self.config)
@@ -71,10 +74,18 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         """Go one step further from the canvas `sample` (B, L) with its logits (B, L, V)."""
         if self.frames is None:
             greedy = sampling_method == "greedy"
-            params = SamplingParams(0.0 if greedy else temperature, top_k, 1.0 if top_p is None else top_p)
+            params = SamplingParams(
+                0.0 if greedy else temperature, top_k, 1.0 if top_p is None else top_p
+            )
             if self.seed is None:
-                self.seed = int(torch.randint(2**62, ())) if generator is None else generator.initial_seed() % 2**63
-            self.frames = self._start(sample, model_output.shape[-1], mask_token_id, params, prompt_mask)
+                self.seed = (
+                    int(torch.randint(2**62, ()))
+                    if generator is None
+                    else generator.initial_seed() % 2**63
+                )
+            self.frames = self._start(
+                sample, model_output.shape[-1], mask_token_id, params, prompt_mask
+            )
         self.logits = model_output
         frame = next(self.frames)
         self.steps_done += 1
@@ -90,7 +101,12 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         return BlockRefinementSchedulerOutput(*output) if return_dict else output
 
     def _start(
-        self, canvas: Tensor, vocab: int, mask_id: int, params: SamplingParams, prompt_mask: Tensor | None
+        self,
+        canvas: Tensor,
+        vocab: int,
+        mask_id: int,
+        params: SamplingParams,
+        prompt_mask: Tensor | None,
     ) -> Iterator[Frame]:
         """Start the sampler on a canvas; it asks for logits where a network would be run."""
         self.block, self.steps_done = self.block + 1, 0
@@ -98,7 +114,9 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         self.is_free = ~is_fixed.cpu()
         name, options = self.settings.sampler, dict(self.settings.options or {})
         if takes_steps(name):
-            options["steps"] = choose_steps(name, self.num_inference_steps, int((canvas == mask_id).sum(-1).max()))
+            options["steps"] = choose_steps(
+                name, self.num_inference_steps, int((canvas == mask_id).sum(-1).max())
+            )
         self.sampler = build_sampler(name, **options)
         banned = torch.zeros(1, vocab, dtype=torch.bool)
         banned[0, [*(self.settings.banned_token_ids or []), mask_id]] = True
@@ -112,7 +130,9 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
             rng=CounterRng.from_seed((self.seed + self.block * BLOCK_STRIDE) % 2**63, len(canvas)),
             sampling=params,
             is_fixed=is_fixed,
-            limits=TokenLimits(torch.zeros(canvas.shape, dtype=torch.int64), banned.to(canvas.device)),
+            limits=TokenLimits(
+                torch.zeros(canvas.shape, dtype=torch.int64), banned.to(canvas.device)
+            ),
         )
 
     def check_block_should_continue(self, **_: Any) -> bool:

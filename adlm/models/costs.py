@@ -6,7 +6,10 @@ from adlm.models.language_model import ModelConfig, build_on_meta
 
 LAYER_WEIGHTS = 12  # times dim²: the matrices qkv (3), out (1), up (4) and down (4)
 HIDDEN_SHARE = 0.5  # of a masked model's positions, on average over t (log-linear schedule)
-MAX_LOGIT_ROWS = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
+MAX_LOGIT_ROWS = {
+    True: 24576,
+    False: 256,
+}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
 
 # Values a layer saves for its backward per token and unit of dim: x, norm 1, qkv (3), rotated q and k (2), attention,
 # x again, norm 2, the MLP before and after GELU (4 + 4); 2 more with qk_norm. Counted by saved-tensor hooks.
@@ -28,7 +31,9 @@ PEAK_TFLOPS = {
 def count_parameters(config: ModelConfig) -> int:
     """Count the parameters of `LanguageModel(config)`, from shapes without memory; a tied head counts once."""
     model = build_on_meta(config)
-    return sum(p.numel() for p in model.parameters()) - (model.head.weight.numel() if config.tied else 0)
+    return sum(p.numel() for p in model.parameters()) - (
+        model.head.weight.numel() if config.tied else 0
+    )
 
 
 def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0.6) -> float:
@@ -41,7 +46,9 @@ def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0
     """
     dim, vocab = config.dim, config.vocab_size
     attention = (2 if config.is_causal else 4) * length * dim
-    forward = float((config.anchor_layers + config.denoiser_layers) * (2 * LAYER_WEIGHTS * dim**2 + attention))
+    forward = float(
+        (config.anchor_layers + config.denoiser_layers) * (2 * LAYER_WEIGHTS * dim**2 + attention)
+    )
     forward += (1.0 if config.is_causal else HIDDEN_SHARE) * 2 * vocab * dim
     if config.anchor_layers:
         forward += anchor_share * 2 * vocab * dim
@@ -79,11 +86,15 @@ def estimate_memory(
     """
     dim, layers = config.dim, config.anchor_layers + config.denoiser_layers
     states = 4 * count_parameters(config) * (5 if ema else 4) // shards
-    gathered = 4 * 2 * (2 * LAYER_WEIGHTS * dim**2 + 3 * config.vocab_size * dim) if shards > 1 else 0
+    gathered = (
+        4 * 2 * (2 * LAYER_WEIGHTS * dim**2 + 3 * config.vocab_size * dim) if shards > 1 else 0
+    )
     saved = rows * length * dim * bytes_per_activation
     per_layer = SAVED_PER_LAYER + 2 * config.qk_norm  # q and k before their norm
     saved *= layers + per_layer if checkpoint_activations else layers * per_layer
-    if bytes_per_activation == 2 and not checkpoint_activations:  # autocast keeps a copy of every matrix
+    if (
+        bytes_per_activation == 2 and not checkpoint_activations
+    ):  # autocast keeps a copy of every matrix
         saved += 2 * LAYER_WEIGHTS * dim**2 * layers
     logits = config.vocab_size * bytes_per_activation * min(MAX_LOGIT_ROWS[is_cuda], rows * length)
     return states + gathered + logits + int(ALLOCATOR_OVERHEAD[is_cuda] * saved)

@@ -42,8 +42,18 @@ INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": F
 # Settings that the paper's models do not have.
 EXTENSIONS = ("embed_norm", "qk_norm", "project_after")
 # The least and the largest value of each size.
-SIZES = {"vocab_size": (1, 2**24), "dim": (1, 2**16), "heads": (1, 2**16), "anchor_layers": (0, 1024)}
-SIZES |= {"denoiser_layers": (1, 1024), "length": (1, 2**17), "cond_dim": (1, 2**16), "project_after": (0, 1024)}
+SIZES = {
+    "vocab_size": (1, 2**24),
+    "dim": (1, 2**16),
+    "heads": (1, 2**16),
+    "anchor_layers": (0, 1024),
+}
+SIZES |= {
+    "denoiser_layers": (1, 1024),
+    "length": (1, 2**17),
+    "cond_dim": (1, 2**16),
+    "project_after": (0, 1024),
+}
 NEG_INF = -1e6  # log-probability of the impossible; finite, so that 0 · log 0 stays 0
 
 
@@ -69,28 +79,42 @@ class ModelConfig:
     tied: bool = False
     embed_norm: bool = False  # divide embeddings by their root mean square
     qk_norm: bool = False  # likewise queries and keys
-    project_after: int = 0  # a dim × dim matrix after this layer of the denoiser, at first the identity; 0: none
+    project_after: int = (
+        0  # a dim × dim matrix after this layer of the denoiser, at first the identity; 0: none
+    )
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value not in CHOICES.get(name, (value,)):
-                raise ValueError(f"unknown {name} {value!r:.80}: expected one of {', '.join(CHOICES[name])}")
+                raise ValueError(
+                    f"unknown {name} {value!r:.80}: expected one of {', '.join(CHOICES[name])}"
+                )
             low, high = SIZES.get(name, (0, 0))
-            if high and not (is_whole(value) and low <= value <= high) and (name, value) != ("cond_dim", None):
+            if (
+                high
+                and not (is_whole(value) and low <= value <= high)
+                and (name, value) != ("cond_dim", None)
+            ):
                 expected = f"a whole number between {low} and {high:,}"
                 raise ValueError(f"model config: {name} must be {expected}, got {value!r:.80}")
-            if isinstance(getattr(ModelConfig, name, None), bool) and not isinstance(value, bool):  # by its default
+            if isinstance(getattr(ModelConfig, name, None), bool) and not isinstance(
+                value, bool
+            ):  # by its default
                 raise ValueError(f"model config: {name} must be true or false, got {value!r:.80}")
-        is_outside = self.mask_id is not None and not (is_whole(self.mask_id) and 0 <= self.mask_id < self.vocab_size)
+        is_outside = self.mask_id is not None and not (
+            is_whole(self.mask_id) and 0 <= self.mask_id < self.vocab_size
+        )
         is_rate = isinstance(self.dropout, int | float) and 0 <= self.dropout < 1
         problems = {
             f"dropout must be a number in [0, 1), got {self.dropout!r:.80}": not is_rate,
             f"dim {self.dim} must be a multiple of heads {self.heads}": self.dim % self.heads != 0,
             f"dim / heads = {self.dim // self.heads} must be even": self.dim // self.heads % 2 != 0,
             f"mask_id {self.mask_id!r:.80} is outside the vocabulary of {self.vocab_size}": is_outside,
-            "a masked (not causal) model needs a mask_id": not self.is_causal and self.mask_id is None,
+            "a masked (not causal) model needs a mask_id": not self.is_causal
+            and self.mask_id is None,
             "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
-            f"project_after {self.project_after} is above denoiser_layers": self.project_after > self.denoiser_layers,
+            f"project_after {self.project_after} is above denoiser_layers": self.project_after
+            > self.denoiser_layers,
         }
         for problem, is_present in problems.items():
             if is_present:
@@ -104,14 +128,23 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 # Sizes by name, as settings of ModelConfig; a one-stage model has the anchor network's depth.
 PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {"dim": 192, "heads": 6, "anchor_layers": 4, "denoiser_layers": 2, "cond_dim": 64, "bridge": "direct"},
+    "nano": {
+        "dim": 192,
+        "heads": 6,
+        "anchor_layers": 4,
+        "denoiser_layers": 2,
+        "cond_dim": 64,
+        "bridge": "direct",
+    },
     "small": {"dim": 768, "heads": 12, "anchor_layers": 12, "denoiser_layers": 6},
     "medium": {"dim": 1024, "heads": 16, "anchor_layers": 24, "denoiser_layers": 12},
     "large": {"dim": 1280, "heads": 20, "anchor_layers": 36, "denoiser_layers": 18},
 }
 
 Caches = list[KVCache] | None  # of a causal model, one per layer
-Valid = Tensor | UnpaddedRows | None  # False at padding (B, L), or where the tokens are (`can_unpad`)
+Valid = (
+    Tensor | UnpaddedRows | None
+)  # False at padding (B, L), or where the tokens are (`can_unpad`)
 
 
 class Features(NamedTuple):
@@ -131,11 +164,15 @@ class LanguageModel(nn.Module):
         self._rotary: Rotary | None = None
         with torch.device("meta"):  # so that building draws nothing from the global generator
             self.embed = empty_embedding(vocab, dim)
-            self.positions = empty_embedding(config.length, dim) if config.positions == "learned" else None
+            self.positions = (
+                empty_embedding(config.length, dim) if config.positions == "learned" else None
+            )
             self.anchor = Stack(config, config.anchor_layers) if config.anchor_layers else None
             self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
             has_bridge = config.anchor_layers > 0 and config.bridge != "none"
-            self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if has_bridge else None
+            self.bridge = (
+                nn.Linear(dim if config.bridge == "direct" else vocab, dim) if has_bridge else None
+            )
             self.denoiser = Stack(config, config.denoiser_layers, config.project_after)
             self.head = nn.Linear(dim, vocab, bias=not config.tied)
         if seed is not None:
@@ -145,7 +182,12 @@ class LanguageModel(nn.Module):
             initialize(self, torch.Generator().manual_seed(seed))
 
     def forward(
-        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Valid = None, cache: Caches = None
+        self,
+        tokens: Tensor,
+        noise_level: Tensor | None = None,
+        *,
+        valid: Valid = None,
+        cache: Caches = None,
     ) -> Features:
         """Map tokens (B, L), or embeddings (B, L, dim), to Features: `denoise_features` of `anchor_features`.
 
@@ -153,40 +195,67 @@ class LanguageModel(nn.Module):
         features at padding are undefined.
         """
         if self.anchor is None:
-            return Features(None, self._run_stage(self.denoiser, tokens, noise_level, valid, cache, is_first=True))
+            return Features(
+                None,
+                self._run_stage(self.denoiser, tokens, noise_level, valid, cache, is_first=True),
+            )
         anchor = self.anchor_features(tokens, noise_level, valid=valid, cache=cache)
-        return Features(anchor, self.denoise_features(anchor, noise_level, valid=valid, cache=cache))
+        return Features(
+            anchor, self.denoise_features(anchor, noise_level, valid=valid, cache=cache)
+        )
 
     def anchor_features(
-        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Valid = None, cache: Caches = None
+        self,
+        tokens: Tensor,
+        noise_level: Tensor | None = None,
+        *,
+        valid: Valid = None,
+        cache: Caches = None,
     ) -> Tensor:
         """Run the anchor network: tokens (B, L) to features (B, L, dim), which `anchor_head` maps to logits."""
         if self.anchor is None:
-            raise ValueError("this model has one stage and no anchor network: use a two-stage model (adlm, a2r)")
+            raise ValueError(
+                "this model has one stage and no anchor network: use a two-stage model (adlm, a2r)"
+            )
         caches = None if cache is None else cache[: self.config.anchor_layers]
         return self._run_stage(self.anchor, tokens, noise_level, valid, caches, is_first=True)
 
     def denoise_features(
-        self, anchor: Tensor, noise_level: Tensor | None = None, *, valid: Valid = None, cache: Caches = None
+        self,
+        anchor: Tensor,
+        noise_level: Tensor | None = None,
+        *,
+        valid: Valid = None,
+        cache: Caches = None,
     ) -> Tensor:
         """Run bridge and denoiser: anchor features (B, L, dim) to features (B, L, dim), which `head` maps to logits."""
         caches = None if cache is None else cache[self.config.anchor_layers :]
         return self._run_stage(self.denoiser, self.apply_bridge(anchor), noise_level, valid, caches)
 
     def _run_stage(
-        self, stack: Stack, x: Tensor, level: Tensor | None, valid: Valid, cache: Caches, is_first: bool = False
+        self,
+        stack: Stack,
+        x: Tensor,
+        level: Tensor | None,
+        valid: Valid,
+        cache: Caches,
+        is_first: bool = False,
     ) -> Tensor:
         """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
         config, start = self.config, cache[0].used if cache else 0
         length = start + x.shape[1]
         if length > config.length:
-            raise ValueError(f"{length} tokens are longer than this model's length of {config.length}: shorten them")
+            raise ValueError(
+                f"{length} tokens are longer than this model's length of {config.length}: shorten them"
+            )
         if config.time_conditioning and (level is None or level.shape != x.shape[:1]):
             got = "none" if level is None else f"shape {tuple(level.shape)}"
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
         rows = x.shape[0]
-        x, place, mask = arrange_rows(x, slice(start, length), valid, config, is_cached=cache is not None)
+        x, place, mask = arrange_rows(
+            x, slice(start, length), valid, config, is_cached=cache is not None
+        )
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)
@@ -210,7 +279,9 @@ class LanguageModel(nn.Module):
         """Return the rotary angles, made once and no buffer, because a cast of the model must not round them."""
         if self._rotary is None or self._rotary[0].device != device:
             with torch.inference_mode(False):  # they outlive the call, and training may use them
-                self._rotary = rotary_table(self.config.length, self.config.dim // self.config.heads, device)
+                self._rotary = rotary_table(
+                    self.config.length, self.config.dim // self.config.heads, device
+                )
         return self._rotary
 
     def apply_bridge(self, anchor: Tensor) -> Tensor:
@@ -230,7 +301,9 @@ class LanguageModel(nn.Module):
         weight = self.bridge.weight @ self.anchor_head.weight
         return weight, torch.mv(self.bridge.weight, self.anchor_head.bias) + self.bridge.bias
 
-    def log_probs(self, tokens: Tensor, noise_level: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+    def log_probs(
+        self, tokens: Tensor, noise_level: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         """Return log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token)."""
         return compute_log_probs(self, tokens, noise_level)
 
@@ -255,12 +328,20 @@ class LanguageModel(nn.Module):
         return fold_model(self)
 
 
-def compute_log_probs(model: LanguageModel, tokens: Tensor, noise_level: Tensor | None) -> tuple[Tensor | None, Tensor]:
+def compute_log_probs(
+    model: LanguageModel, tokens: Tensor, noise_level: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
     """Compute `LanguageModel.log_probs` (SUBS): the mask has probability zero, and a visible token predicts itself."""
     features = model(tokens, noise_level)
-    anchor = None if model.anchor_head is None else model.anchor_head(features.anchor).float().log_softmax(-1)
+    anchor = (
+        None
+        if model.anchor_head is None
+        else model.anchor_head(features.anchor).float().log_softmax(-1)
+    )
     mask_id, logits = model.config.mask_id, model.head(features.final).float()
-    if mask_id is not None:  # -1000 is the lineage's value for AR, so that log-probabilities agree in every column
+    if (
+        mask_id is not None
+    ):  # -1000 is the lineage's value for AR, so that log-probabilities agree in every column
         logits[..., mask_id] = -1000.0 if model.config.is_causal else NEG_INF
     log_probs = logits.log_softmax(-1)
     if model.config.is_causal:
@@ -280,9 +361,13 @@ def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
     if not is_causal:
         return valid[:, None, None, :]
     if is_cached:
-        raise ValueError("a causal model takes `valid` or a cache, not both: all cached tokens are valid")
+        raise ValueError(
+            "a causal model takes `valid` or a cache, not both: all cached tokens are valid"
+        )
     length = valid.shape[1]
-    itself = torch.eye(length, dtype=torch.bool, device=valid.device)  # else a padded query would attend to nothing
+    itself = torch.eye(
+        length, dtype=torch.bool, device=valid.device
+    )  # else a padded query would attend to nothing
     return (causal_mask(length, length, valid.device) & valid[:, None, None, :]) | itself
 
 
@@ -292,9 +377,13 @@ def arrange_rows(
     """Return the input of a stage, its positions and what attention may read: of unpadded rows the tokens alone."""
     if isinstance(valid, UnpaddedRows):
         if is_cached:
-            raise ValueError("UnpaddedRows and a cache were given: expected one of them, all cached tokens are valid")
+            raise ValueError(
+                "UnpaddedRows and a cache were given: expected one of them, all cached tokens are valid"
+            )
         if not can_unpad(config):
-            raise ValueError("this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)")
+            raise ValueError(
+                "this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)"
+            )
         return gather_rows(x, valid), valid.position, valid
     return x, place, None if valid is None else attention_mask(valid, config.is_causal, is_cached)
 
@@ -342,7 +431,9 @@ def initialize(model: LanguageModel, rng: torch.Generator) -> None:
             module.weight.fill_(1.0)
             if module.bias is not None:
                 module.bias.zero_()
-    modulations = [module.modulation for module in model.modules() if isinstance(module, Layer | Stack)]
+    modulations = [
+        module.modulation for module in model.modules() if isinstance(module, Layer | Stack)
+    ]
     for linear in (*modulations, model.anchor_head, None if model.config.tied else model.head):
         for parameter in () if linear is None else linear.parameters():
             parameter.zero_()

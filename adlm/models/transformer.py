@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 
 Rotary = tuple[Tensor, Tensor]
 
-CUDA_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDA_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
     """Return cosines and sines (length, head_dim / 2) in float32, also for a model in bfloat16."""
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequency = 10000.0 ** (
+        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    )
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
@@ -40,7 +47,9 @@ class UnpaddedRows(NamedTuple):
 
     places: Tensor  # (N,): in the flattened rows; B · L at the end, where N is rounded up
     position: Tensor  # (N,): in the row
-    cu_seqlens: Tensor  # (S + 1,), int32: where each row begins; what rounds N up is divided into rows too
+    cu_seqlens: (
+        Tensor  # (S + 1,), int32: where each row begins; what rounds N up is divided into rows too
+    )
     length: int  # of the longest row
 
 
@@ -52,9 +61,13 @@ def unpad(valid: Tensor) -> UnpaddedRows:
     places = valid.reshape(-1).nonzero()[:, 0]
     count = len(places)
     rounded = count + -count % multiple
-    ends = torch.cat([valid.sum(1).cumsum(0), count + length * torch.arange(1, math.ceil(multiple / length) + 1)])
+    ends = torch.cat(
+        [valid.sum(1).cumsum(0), count + length * torch.arange(1, math.ceil(multiple / length) + 1)]
+    )
     places = F.pad(places, (0, rounded - count), value=rows * length)
-    return UnpaddedRows(places, places % length, F.pad(ends.clamp(max=rounded), (1, 0)).int(), length)
+    return UnpaddedRows(
+        places, places % length, F.pad(ends.clamp(max=rounded), (1, 0)).int(), length
+    )
 
 
 def gather_rows(x: Tensor, rows: UnpaddedRows) -> Tensor:
@@ -69,11 +82,16 @@ def scatter_rows(x: Tensor, rows: UnpaddedRows, count: int) -> Tensor:
     return flat.index_copy(0, rows.places, x[0])[:-1].view(count, rows.length, -1)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows, is_causal: bool) -> Tensor:
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows, is_causal: bool
+) -> Tensor:
     """Compute attention (1, heads, N, head_dim) within each row; without a kernel for it, by a mask (N, N)."""
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
-        ends, window = rows.cu_seqlens, (-1, 0 if is_causal else -1)  # keys before and after a query; -1: all
+        ends, window = (
+            rows.cu_seqlens,
+            (-1, 0 if is_causal else -1),
+        )  # keys before and after a query; -1: all
         y = varlen_attn(q, k, v, ends, ends, rows.length, rows.length, window_size=window)
         assert isinstance(y, Tensor)
         return y.transpose(0, 1)[None]
@@ -82,7 +100,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows, is_cau
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.tril() if is_causal else mask)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tensor | UnpaddedRows | None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tensor | UnpaddedRows | None
+) -> Tensor:
     """Compute scaled dot-product attention with the fastest kernel."""
     if isinstance(attend, UnpaddedRows):
         return varlen_attention(q, k, v, attend, is_causal)
@@ -106,7 +126,11 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
     """Compute the tanh-GELU of a linear map."""
-    if x.is_cuda and x.dtype == linear.weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+    if (
+        x.is_cuda
+        and x.dtype == linear.weight.dtype == torch.bfloat16
+        and not torch.is_grad_enabled()
+    ):
         return gelu_in_product(x, linear.weight, linear.bias)
     return F.gelu(linear(x), approximate="tanh")
 
@@ -131,7 +155,9 @@ class Norm(nn.Module):
         weight = self.weight * (1 + scale)
         return weight, shift if self.bias is None else self.bias * (1 + scale) + shift
 
-    def forward(self, x: Tensor, shift: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
         weight, bias = self.affine(shift, scale)
         dim = self.weight.shape[0]
         if weight.dim() == 1:
@@ -155,7 +181,9 @@ def apply_gate(linear: nn.Linear, x: Tensor, gate: Tensor | None) -> Tensor:
     return F.linear(x, *gate_weights(linear, gate))
 
 
-def compute_modulations(linear: nn.Linear | None, cond: Tensor | None, parts: int) -> list[Tensor | None]:
+def compute_modulations(
+    linear: nn.Linear | None, cond: Tensor | None, parts: int
+) -> list[Tensor | None]:
     """Return the adaLN vectors: (dim,) each when one condition serves all rows, (B, 1, dim) when rows differ."""
     if linear is None or cond is None:
         return [None] * parts
@@ -174,7 +202,9 @@ class KVCache:
         """Store new positions and return all so far."""
         end = self.used + k.shape[2]
         if end > self.keys.shape[2]:
-            raise ValueError(f"{end} positions do not fit into a cache of {self.keys.shape[2]}: make a longer cache")
+            raise ValueError(
+                f"{end} positions do not fit into a cache of {self.keys.shape[2]}: make a longer cache"
+            )
         self.keys[:, :, self.used : end] = k
         self.values[:, :, self.used : end] = v
         self.used = end
@@ -207,7 +237,9 @@ class Layer(nn.Module):
     ) -> Tensor:
         batch, length, dim = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(self.modulation, cond, 6)
-        qkv = self.qkv(self.norm1(x, shift1, scale1)).view(batch, length, 3, self.heads, dim // self.heads)
+        qkv = self.qkv(self.norm1(x, shift1, scale1)).view(
+            batch, length, 3, self.heads, dim // self.heads
+        )
         q, k, v = qkv.unbind(2)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -225,7 +257,9 @@ class Layer(nn.Module):
         y = y.transpose(1, 2).reshape(batch, length, dim)
         x = x + F.dropout(apply_gate(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
         y = linear_gelu(self.norm2(x, shift2, scale2), self.up)
-        return x + F.dropout(apply_gate(self.down, y, gate2), self.dropout, self.training).to(x.dtype)
+        return x + F.dropout(apply_gate(self.down, y, gate2), self.dropout, self.training).to(
+            x.dtype
+        )
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -265,7 +299,9 @@ class Stack(nn.Module):
         self.norm = Norm(dim, config.norm_bias)
         self.modulation = None if config.cond_dim is None else nn.Linear(config.cond_dim, 2 * dim)
         self.states: list[Tensor] | None = None
-        self.projection = nn.Parameter(torch.zeros(dim, dim)) if project_after else None  # minus the identity
+        self.projection = (
+            nn.Parameter(torch.zeros(dim, dim)) if project_after else None
+        )  # minus the identity
 
     @contextmanager
     def collect_states(self) -> Iterator[list[Tensor]]:
@@ -303,10 +339,14 @@ class Stack(nn.Module):
         """Return the parameters with the modulation at noise level zero folded in, under the unmodulated names."""
         cond = self.condition_on(None, self.norm.weight.device)
         state: dict[str, Tensor | None] = {}
-        state["norm.weight"], state["norm.bias"] = self.norm.affine(*compute_modulations(self.modulation, cond, 2))
+        state["norm.weight"], state["norm.bias"] = self.norm.affine(
+            *compute_modulations(self.modulation, cond, 2)
+        )
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(layer.modulation, cond, 6)
+            shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(
+                layer.modulation, cond, 6
+            )
             folded = {
                 "norm1": layer.norm1.affine(shift1, scale1),
                 "norm2": layer.norm2.affine(shift2, scale2),

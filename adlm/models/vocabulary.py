@@ -23,7 +23,9 @@ def extend_vocabulary(model: LanguageModel, count: int, init: int | None = None)
     config, state = model.config, model.state_dict()
     vocab = config.vocab_size
     if not is_whole(count) or count < 1:
-        raise ValueError(f"count is {count!r:.80}: expected a whole number of new tokens, at least 1")
+        raise ValueError(
+            f"count is {count!r:.80}: expected a whole number of new tokens, at least 1"
+        )
     if config.anchor_layers and config.bridge == "softmax":
         raise ValueError(
             "the model has bridge 'softmax', where new tokens take probability from the old ones: extend a model with "
@@ -35,10 +37,17 @@ def extend_vocabulary(model: LanguageModel, count: int, init: int | None = None)
     def make_rows(old: Tensor) -> Tensor:
         if init is not None:
             return old[[init] * count]
-        kept = torch.arange(vocab, device=old.device) != config.mask_id if config.mask_id is not None else slice(None)
+        kept = (
+            torch.arange(vocab, device=old.device) != config.mask_id
+            if config.mask_id is not None
+            else slice(None)
+        )
         return old[kept].double().mean(0, keepdim=True).to(old.dtype).expand(count, *old.shape[1:])
 
-    state = {name: torch.cat([old, make_rows(old)]) if name in ROWS else old.clone() for name, old in state.items()}
+    state = {
+        name: torch.cat([old, make_rows(old)]) if name in ROWS else old.clone()
+        for name, old in state.items()
+    }
     if config.anchor_layers and config.bridge == "factored":
         old = state["bridge.weight"]
         state["bridge.weight"] = torch.cat([old, old.new_zeros(len(old), count)], dim=1)

@@ -32,7 +32,10 @@ def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: in
     values, value = np.empty(shape, int), first
     for step in range(max_hops):
         constant = constants[:, step]
-        value = np.choose(operators[:, step], (value + constant, value - constant, value * constant)) % MODULUS
+        value = (
+            np.choose(operators[:, step], (value + constant, value - constant, value * constant))
+            % MODULUS
+        )
         values[:, step] = value
     variables = rng.random((count, MAX_HOPS)).argsort(axis=1)[:, :max_hops] + _IDS["a"]
     values, constants, first = values + _IDS["0"], constants + _IDS["0"], first + _IDS["0"]
@@ -48,13 +51,19 @@ def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: in
     order = np.where(np.arange(max_hops) < hops[:, None], rng.random(shape), 2).argsort(axis=1)
     assignments = np.take_along_axis(assignments, order[..., None], axis=1)
     assignments[np.arange(count), hops - 1, 5] = _IDS["?"]
-    steps = np.stack([variables, np.full(shape, _IDS["="]), values, np.full(shape, _IDS[";"])], axis=2)
+    steps = np.stack(
+        [variables, np.full(shape, _IDS["="]), values, np.full(shape, _IDS[";"])], axis=2
+    )
 
     items = []
-    rows = zip(hops.tolist(), assignments.reshape(count, -1).tolist(), steps.tolist(), values.tolist())
+    rows = zip(
+        hops.tolist(), assignments.reshape(count, -1).tolist(), steps.tolist(), values.tolist()
+    )
     for row, (length, question, trace, path) in enumerate(rows):
         question = [_IDS["<q>"], *question[: 6 * length], trace[length - 1][0]]
         anchors, others = path[:length], [*constants[row, :length].tolist(), int(first[row])]
         off_path = [constant for constant in others if constant not in anchors][:length]
-        items.append(Item(question, trace[:length], anchors, answer=anchors[-1:], off_path=off_path))
+        items.append(
+            Item(question, trace[:length], anchors, answer=anchors[-1:], off_path=off_path)
+        )
     return items

@@ -35,13 +35,23 @@ class Arm:
     """One way to train a model to reason."""
 
     steps: str = "none"  # written steps: none, kept, short (the anchors alone), removed (one a stage), by_token
-    slots: str = "none"  # none, by_stage (one more each stage) or fixed (all from the first step on)
+    slots: str = (
+        "none"  # none, by_stage (one more each stage) or fixed (all from the first step on)
+    )
     labels: str = "none"  # of the slots: none, path, shuffled, foreign, off_path, no_answer
-    feedback: bool = False  # a slot's input is the hidden state of the position before it, as in Coconut
-    anchors: str | None = None  # a2r: tokens with the anchor term (trace, random) or "none"; null: one stage
-    auxiliary: str | None = None  # simcot: a decoder writes the step of each slot; codi: distillation from cot's rows
+    feedback: bool = (
+        False  # a slot's input is the hidden state of the position before it, as in Coconut
+    )
+    anchors: str | None = (
+        None  # a2r: tokens with the anchor term (trace, random) or "none"; null: one stage
+    )
+    auxiliary: str | None = (
+        None  # simcot: a decoder writes the step of each slot; codi: distillation from cot's rows
+    )
     stages: int | None = None  # the last stage of the curriculum; null: the most hops of training
-    holes: str | None = None  # the method of a masked model that fills trace and answer (adlm.reasoning.diffusion)
+    holes: str | None = (
+        None  # the method of a masked model that fills trace and answer (adlm.reasoning.diffusion)
+    )
 
     @property
     def method(self) -> str:
@@ -69,7 +79,9 @@ ARMS = {
     "acot_off_path": Arm(steps="removed", slots="by_stage", labels="off_path"),
     "acot_no_answer": Arm(steps="removed", slots="by_stage", labels="no_answer"),
     "acot_kept": Arm(steps="kept", slots="by_stage", labels="path", stages=2),
-    "acot_kept_feedback": Arm(steps="kept", slots="by_stage", labels="path", feedback=True, stages=2),
+    "acot_kept_feedback": Arm(
+        steps="kept", slots="by_stage", labels="path", feedback=True, stages=2
+    ),
     "acot_kept_foreign": Arm(steps="kept", slots="by_stage", labels="foreign", stages=2),
     "pause_kept": Arm(steps="kept", slots="by_stage", stages=2),
     "a2r": Arm(steps="kept", anchors="trace"),
@@ -107,7 +119,9 @@ class RowLayout(NamedTuple):
     trace: range  # positions of the written steps
 
 
-def lay_out(item: Item, arm: Arm, stage: int, slots: int, markers: Markers, slots_per_stage: int = 1) -> RowLayout:
+def lay_out(
+    item: Item, arm: Arm, stage: int, slots: int, markers: Markers, slots_per_stage: int = 1
+) -> RowLayout:
     """Lay out a problem at a stage of the arm's curriculum, which ends with `slots` slots and no step (LAST)."""
     trace = [*chain(*item.steps)]
     written = {
@@ -127,7 +141,9 @@ def lay_out(item: Item, arm: Arm, stage: int, slots: int, markers: Markers, slot
     is_direct = arm.steps == arm.slots == "none"  # then the answer's marker is part of the prompt
     start = len(row)
     row += [*written, markers.answer, *item.answer, markers.end]
-    return RowLayout(row, start + is_direct, range(first, first + count), range(start, start + len(written)))
+    return RowLayout(
+        row, start + is_direct, range(first, first + count), range(start, start + len(written))
+    )
 
 
 def choose_labels(item: Item, foreign: Item, order: Sequence[float], kind: str) -> Labels:
@@ -139,7 +155,9 @@ def choose_labels(item: Item, foreign: Item, order: Sequence[float], kind: str) 
     if kind == "no_answer":
         return [None if token in item.answer else token for token in item.anchors]
     off_path = item.off_path[: len(item.anchors)]
-    return {"none": [], "path": item.anchors, "foreign": foreign.anchors, "off_path": off_path}[kind]
+    return {"none": [], "path": item.anchors, "foreign": foreign.anchors, "off_path": off_path}[
+        kind
+    ]
 
 
 def choose_anchors(layout: RowLayout, item: Item, u: Sequence[float] | None) -> list[int]:
@@ -152,10 +170,16 @@ def choose_anchors(layout: RowLayout, item: Item, u: Sequence[float] | None) -> 
 class ReasoningBatch(NoisyBatch):
     """Rows of problems for a causal model: `hidden` are the tokens and slots with a loss, `x0` their targets."""
 
-    slot: Tensor | None = None  # (B, L): the number of the slot at a position, from 1; 0 elsewhere. None: no feedback
+    slot: Tensor | None = (
+        None  # (B, L): the number of the slot at a position, from 1; 0 elsewhere. None: no feedback
+    )
     slot_ends: tuple[int, ...] = ()  # so much of the rows comes before the slots of each number
-    auxiliary: ReasoningBatch | None = None  # simcot: the steps that slots replace; codi: the problems laid out as cot
-    links: Tensor | None = None  # positions in the flattened rows: of the answers' markers; simcot: of those slots
+    auxiliary: ReasoningBatch | None = (
+        None  # simcot: the steps that slots replace; codi: the problems laid out as cot
+    )
+    links: Tensor | None = (
+        None  # positions in the flattened rows: of the answers' markers; simcot: of those slots
+    )
 
 
 def collate(
@@ -171,7 +195,9 @@ def collate(
     inputs, _ = pad_rows([each.tokens[:-1] for each in layouts], multiple)
     targets, is_target = pad_rows([each.tokens[1:] for each in layouts], multiple)
     length, place = inputs.shape[1], np.arange(inputs.shape[1])
-    prompts, first, stop = np.array([(each.prompt, each.slots.start, each.slots.stop) for each in layouts]).T[..., None]
+    prompts, first, stop = np.array(
+        [(each.prompt, each.slots.start, each.slots.stop) for each in layouts]
+    ).T[..., None]
     weights = (is_target & (place >= prompts - 1)).astype(np.float32)
     for row, (layout, own) in enumerate(zip(layouts, labels, strict=True)):
         for position, label in zip(layout.slots, own if label_weight else ()):
@@ -180,22 +206,31 @@ def collate(
     slot, ends = None, list[int]()
     if feedback:
         slot = torch.from_numpy(np.where((place >= first) & (place < stop), place - first + 1, 0))
-        ends = [max(places) for places in zip_longest(*(layout.slots for layout in layouts), fillvalue=0)]
+        ends = [
+            max(places)
+            for places in zip_longest(*(layout.slots for layout in layouts), fillvalue=0)
+        ]
     weight = torch.from_numpy(weights).flatten()
     index, ones = weight.nonzero()[:, 0], torch.ones(len(layouts))
-    anchored = [row * length + position - 1 for row, own in enumerate(anchors or ()) for position in own]
+    anchored = [
+        row * length + position - 1 for row, own in enumerate(anchors or ()) for position in own
+    ]
     return ReasoningBatch(
         x0=torch.from_numpy(targets),
         xt=torch.from_numpy(inputs),
         t=ones,
         noise_level=0 * ones,
         hidden=Selection(index, weight[index]),
-        anchors=None if anchors is None else Selection(torch.tensor(anchored).long(), torch.ones(len(anchored))),
+        anchors=None
+        if anchors is None
+        else Selection(torch.tensor(anchored).long(), torch.ones(len(anchored))),
         tokens=torch.tensor(float(len(index))),
         is_causal=True,
         slot=slot,
         slot_ends=tuple(end + -end % multiple for end in ends),
-        links=torch.tensor([row * length + layout.trace.stop for row, layout in enumerate(layouts)]),
+        links=torch.tensor(
+            [row * length + layout.trace.stop for row, layout in enumerate(layouts)]
+        ),
     )
 
 
@@ -220,10 +255,19 @@ class ReasoningObjective:
         curriculum = Curriculum(stages, settings.stage_steps, settings.revisit)
         if arm.steps == "by_token" and task.can_train:  # as long as the stages of whole steps
             tokens = max(sum(map(len, item.steps)) for item in task.load_sample())
-            curriculum = Curriculum(tokens, max(1, stages * settings.stage_steps // tokens), settings.revisit)
+            curriculum = Curriculum(
+                tokens, max(1, stages * settings.stage_steps // tokens), settings.revisit
+            )
         size = settings.slots_per_stage
         return ReasoningObjective(
-            arm, curriculum, task.markers, stages * size, size, settings.label_weight, config.objective, multiple
+            arm,
+            curriculum,
+            task.markers,
+            stages * size,
+            size,
+            settings.label_weight,
+            config.objective,
+            multiple,
         )
 
     def lay_out(self, item: Item, stage: int = LAST) -> RowLayout:
@@ -237,8 +281,13 @@ class ReasoningObjective:
             return [lay_out(item, ARMS["cot"], 0, 0, self.markers)]
         if self.arm.auxiliary is None:
             return []
-        steps = [step for step in item.steps for _ in range(self.slots_per_stage)][: len(layout.slots)]
-        return [RowLayout([self.markers.slot, *step], 1, range(0), range(1, 1 + len(step))) for step in steps]
+        steps = [step for step in item.steps for _ in range(self.slots_per_stage)][
+            : len(layout.slots)
+        ]
+        return [
+            RowLayout([self.markers.slot, *step], 1, range(0), range(1, 1 + len(step)))
+            for step in steps
+        ]
 
     def count_tokens(self, item: Item) -> int:
         """Return the tokens of a problem's longest row: of the first stage, the last one, or the second loss."""
@@ -250,14 +299,25 @@ class ReasoningObjective:
         rng, arm, items = CounterRng.from_seed(seed, batch.number), self.arm, batch.items
         layouts = list(map(self.lay_out, items, self.curriculum.find_stages(step, rng)))
         order = rng.uniform(step, max(1, self.slots), Purpose.LABEL).tolist()
-        labels = [choose_labels(*row, arm.labels) for row in zip(items, batch.foreign, order, strict=True)]
+        labels = [
+            choose_labels(*row, arm.labels) for row in zip(items, batch.foreign, order, strict=True)
+        ]
         anchors = None
         if arm.has_anchor_term:
             width = max(len(layout.tokens) for layout in layouts)
-            u = rng.uniform(step, width, Purpose.ANCHOR).tolist() if arm.anchors == "random" else [None] * len(items)
+            u = (
+                rng.uniform(step, width, Purpose.ANCHOR).tolist()
+                if arm.anchors == "random"
+                else [None] * len(items)
+            )
             anchors = list(map(choose_anchors, layouts, items, u))
         made = collate(
-            layouts, labels, anchors, feedback=arm.feedback, label_weight=self.label_weight, multiple=self.multiple
+            layouts,
+            labels,
+            anchors,
+            feedback=arm.feedback,
+            label_weight=self.label_weight,
+            multiple=self.multiple,
         )
         if arm.auxiliary is None:
             return made
@@ -268,9 +328,17 @@ class ReasoningObjective:
             places = [row * length + place for row, own in enumerate(slots) for place in own]
             made = replace(made, links=torch.tensor(places, dtype=torch.int64))
         if others:
-            auxiliary = collate(others, [()] * len(others), multiple=self.multiple if arm.auxiliary == "codi" else 1)
-        counts = [float(made.tokens), 0.0 if auxiliary is None else float(auxiliary.tokens), float(len(items))]
-        return replace(made, auxiliary=auxiliary, tokens=torch.tensor(counts))  # of both losses' targets, and of rows
+            auxiliary = collate(
+                others, [()] * len(others), multiple=self.multiple if arm.auxiliary == "codi" else 1
+            )
+        counts = [
+            float(made.tokens),
+            0.0 if auxiliary is None else float(auxiliary.tokens),
+            float(len(items)),
+        ]
+        return replace(
+            made, auxiliary=auxiliary, tokens=torch.tensor(counts)
+        )  # of both losses' targets, and of rows
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma of A2R's anchor term at a step; None where there are no anchors."""

@@ -48,7 +48,11 @@ HOLE_TASKS = {
         -1,
         [NUMBERS[str(number)] for number in range(arithmetic.MODULUS)],
         # A step `a = 17 ;` for each assignment, then `<a>`, the answer and `<e>`.
-        lambda question: [*question, WORD_MARKERS.reasoning, *[-1] * (4 * question.count(NUMBERS["="]) + 3)],
+        lambda question: [
+            *question,
+            WORD_MARKERS.reasoning,
+            *[-1] * (4 * question.count(NUMBERS["="]) + 3),
+        ],
         lambda item: lay_out(item, ARMS["cot"], 0, 0, WORD_MARKERS).tokens,
         lambda row: find_answer(row, WORD_MARKERS),
     ),
@@ -66,7 +70,9 @@ class HoleSampling(NamedTuple):
     """How the holes of a row are filled: a sampler of adlm.methods and its settings."""
 
     sampler: str
-    steps: int | None = None  # network evaluations of samplers that have a number of them; None: one for each hole
+    steps: int | None = (
+        None  # network evaluations of samplers that have a number of them; None: one for each hole
+    )
     block: int | None = None
     temperature: float = 0.0
 
@@ -99,21 +105,31 @@ class HoleObjective(Objective):
     multiple: int = 1
 
     @staticmethod
-    def from_config(config: Config, task: Task, *, multiple: int = 1, sampler: str | None = None) -> "HoleObjective":
+    def from_config(
+        config: Config, task: Task, *, multiple: int = 1, sampler: str | None = None
+    ) -> "HoleObjective":
         """Build the objective of a run; `sampler` is by default the first of reasoning.samplers."""
         names, arm = config.reasoning.samplers, config.reasoning.arm
         if config.init is not None:
-            raise ValueError(f"init={config.init}: arm {arm} is trained from scratch; leave init out")
+            raise ValueError(
+                f"init={config.init}: arm {arm} is trained from scratch; leave init out"
+            )
         if not names:
-            raise ValueError(f"reasoning.samplers is empty: give at least one of {', '.join(SAMPLINGS)}")
+            raise ValueError(
+                f"reasoning.samplers is empty: give at least one of {', '.join(SAMPLINGS)}"
+            )
         samplings = [look_up(SAMPLINGS, name, "sampler of holes") for name in names]
         holes, rule = look_up(HOLE_TASKS, task.name, f"task of arm {arm}"), None
         if METHODS[arm].two_stages:
-            rule = build_anchor_rule("listed", ids=holes.numbers, vocab_size=task.tokenizer.vocab_size)
+            rule = build_anchor_rule(
+                "listed", ids=holes.numbers, vocab_size=task.tokenizer.vocab_size
+            )
         process = build_process(config, task.tokenizer.mask_id, rule, on_gpu=multiple > 1)
         weight = config.objective.anchor_weight, config.objective.anchor_ramp
         sampling = SAMPLINGS[sampler] if sampler else samplings[0]
-        return HoleObjective(process, False, *weight, task=holes, sampling=sampling, multiple=multiple)
+        return HoleObjective(
+            process, False, *weight, task=holes, sampling=sampling, multiple=multiple
+        )
 
     def lay_out(self, item: Item, stage: int = LAST) -> RowLayout:
         """Lay out a problem with its solution; there are no stages, and what is given need not come first."""
@@ -125,7 +141,9 @@ class HoleObjective(Objective):
 
     def corrupt(self, batch: ItemBatch, seed: int, step: int) -> NoisyBatch:  # type: ignore[override]
         """Hide tokens of the holes at an optimizer step."""
-        layouts, _ = pad_holes([self.task.lay_out(item.question) for item in batch.items], self.multiple)
+        layouts, _ = pad_holes(
+            [self.task.lay_out(item.question) for item in batch.items], self.multiple
+        )
         x0, valid = pad_holes([self.task.complete(item) for item in batch.items], self.multiple)
         rng = CounterRng.from_seed(seed, batch.number)
         places: dict[str, Any] = {"index": batch.place, "total": batch.total, "valid": valid}
@@ -133,14 +151,18 @@ class HoleObjective(Objective):
 
 
 @torch.no_grad()
-def fill_holes(model: LanguageModel, objective: HoleObjective, questions: Sequence[list[int]]) -> list[Decoded]:
+def fill_holes(
+    model: LanguageModel, objective: HoleObjective, questions: Sequence[list[int]]
+) -> list[Decoded]:
     """Fill the holes of questions; a row's result does not depend on the other rows."""
     device, mask_id = model.embed.weight.device, model.config.mask_id
     assert mask_id is not None
     predictor = Predictor(model, device, torch.float32, is_compiled=False)
     task, sampling = objective.task, objective.sampling
     rows = [task.lay_out(question) for question in questions]
-    steps = {"steps": sampling.steps or model.config.length} if takes_steps(sampling.sampler) else {}
+    steps = (
+        {"steps": sampling.steps or model.config.length} if takes_steps(sampling.sampler) else {}
+    )
     sampler = build_sampler(sampling.sampler, **steps)
 
     def fill(part: list[int]) -> list[Decoded]:
@@ -160,8 +182,14 @@ def fill_holes(model: LanguageModel, objective: HoleObjective, questions: Sequen
         with torch.autocast(device.type, enabled=False):
             (frame,) = deque(frames, maxlen=1)
         return [
-            Decoded(tokens[holes].tolist(), task.find_answer(tokens[: len(rows[number])].tolist()), passes)
-            for number, tokens, holes, passes in zip(part, frame.tokens.cpu(), is_hole, frame.nfe.tolist(), strict=True)
+            Decoded(
+                tokens[holes].tolist(),
+                task.find_answer(tokens[: len(rows[number])].tolist()),
+                passes,
+            )
+            for number, tokens, holes, passes in zip(
+                part, frame.tokens.cpu(), is_hole, frame.nfe.tolist(), strict=True
+            )
         ]
 
     return decode_in_batches([len(row) for row in rows], fill)

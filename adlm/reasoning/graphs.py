@@ -26,7 +26,9 @@ LENGTH = 288  # tokens of a model that is trained from scratch
 _IDS = index_words(WORDS)
 _BITS = 1 << np.arange(MAX_NODES)
 _SOURCE, _SINK, _ABSENT = 2, 3, 4  # the part of a node; 0: the target's, 1: the distractor's
-_GROUP_PARTS = np.array([0, 1, 0, 1, _SOURCE, _SINK, _ABSENT])  # both paths, both branches, the shared nodes
+_GROUP_PARTS = np.array(
+    [0, 1, 0, 1, _SOURCE, _SINK, _ABSENT]
+)  # both paths, both branches, the shared nodes
 
 
 def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: int) -> list[Item]:
@@ -40,24 +42,34 @@ def _make_items(rng: np.random.Generator, hops: np.ndarray, adjacency: np.ndarra
     count, index = len(hops), np.arange(MAX_NODES)
     symbols = rng.random((count, len(SYMBOLS))).argsort(axis=1)[:, :MAX_NODES] + _IDS["0"]
     row, source, target = adjacency.nonzero()
-    edges = np.stack([symbols[row, source], symbols[row, target], np.full(len(row), _IDS["|"])], axis=1)
+    edges = np.stack(
+        [symbols[row, source], symbols[row, target], np.full(len(row), _IDS["|"])], axis=1
+    )
     tokens = edges[(row + rng.random(len(row))).argsort()].ravel().tolist()
     ends = 3 * np.bincount(row, minlength=count).cumsum()
     is_target_first = rng.random(count) < 0.5
     # Labels that tell nothing: nodes on neither path and, where these are too few, inner nodes of the other path.
     last = 2 * hops[:, None] + 1
-    is_used = (adjacency.any(axis=1) | adjacency.any(axis=2)) & (index > last - hops[:, None]) & (index != last)
+    is_used = (
+        (adjacency.any(axis=1) | adjacency.any(axis=2))
+        & (index > last - hops[:, None])
+        & (index != last)
+    )
     keys = np.where(is_used, rng.random((count, MAX_NODES)) + (index < last), 2)
     others = np.take_along_axis(symbols, keys.argsort(axis=1), axis=1).tolist()
     sizes = np.maximum((keys < 1).sum(axis=1), hops).tolist()
     items, start = [], 0
-    rows = zip(hops.tolist(), ends.tolist(), symbols.tolist(), is_target_first.tolist(), others, sizes)
+    rows = zip(
+        hops.tolist(), ends.tolist(), symbols.tolist(), is_target_first.tolist(), others, sizes
+    )
     for h, end, nodes, is_first, other, size in rows:
         path, distractor = nodes[: h + 1], nodes[2 * h + 1]
         options = [path[-1], distractor] if is_first else [distractor, path[-1]]
         question = [_IDS["<q>"], *tokens[start : end - 1], _IDS["?"], path[0], *options]
         steps = [[*edge, _IDS[";"]] for edge in pairwise(path)]
-        items.append(Item(question, steps, anchors=path[1:], answer=path[-1:], off_path=other[:size]))
+        items.append(
+            Item(question, steps, anchors=path[1:], answer=path[-1:], off_path=other[:size])
+        )
         start = end
     return items
 
@@ -67,7 +79,9 @@ def _draw_adjacency(rng: np.random.Generator, hops: np.ndarray) -> np.ndarray:
     adjacency = np.zeros((len(hops), MAX_NODES, MAX_NODES), bool)
     pending = np.arange(len(hops))
     while len(pending):
-        candidates = np.repeat(pending, 1 + 32 // len(pending))  # a call for few graphs costs as much as for 32
+        candidates = np.repeat(
+            pending, 1 + 32 // len(pending)
+        )  # a call for few graphs costs as much as for 32
         graphs, is_valid = _draw_graphs(rng, hops[candidates])
         adjacency[candidates[is_valid]] = graphs[is_valid]
         pending = np.setdiff1d(pending, candidates[is_valid])
@@ -82,15 +96,25 @@ def _draw_graphs(rng: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray
     of the path is entered from a lower level by its path alone.
     """
     rows, index = np.arange(len(hops)), np.arange(MAX_NODES)
-    extra = rng.integers(np.maximum(MIN_NODES, 2 * hops + 8), MAX_NODES, endpoint=True) - 2 * hops - 2
+    extra = (
+        rng.integers(np.maximum(MIN_NODES, 2 * hops + 8), MAX_NODES, endpoint=True) - 2 * hops - 2
+    )
     branch = extra // 3
     sources = rng.integers(1, extra - 2 * branch)
-    bounds = np.cumsum([hops + 1, hops + 1, branch, branch, sources, extra - 2 * branch - sources], axis=0)
+    bounds = np.cumsum(
+        [hops + 1, hops + 1, branch, branch, sources, extra - 2 * branch - sources], axis=0
+    )
     group = sum(index >= bound[:, None] for bound in bounds)
-    part, is_path, is_branch = _GROUP_PARTS[group].astype(np.int8), group < 2, (group == 2) | (group == 3)
+    part, is_path, is_branch = (
+        _GROUP_PARTS[group].astype(np.int8),
+        group < 2,
+        (group == 2) | (group == 3),
+    )
     noise = rng.random(part.shape, np.float32)
     branch_level = 1 + (rng.random(part.shape, np.float32) * (hops[:, None] + 1)).astype(np.int8)
-    level = np.select([is_path, is_branch], [index % (hops[:, None] + 1), branch_level], 0).astype(np.int8)
+    level = np.select([is_path, is_branch], [index % (hops[:, None] + 1), branch_level], 0).astype(
+        np.int8
+    )
     ranks = [level, level - noise, -noise - 1, MAX_NODES + noise]
     rank = np.select([is_path, is_branch, part == _SOURCE, part == _SINK], ranks, 2 * MAX_NODES)
 
@@ -104,7 +128,9 @@ def _draw_graphs(rng: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray
     priority = (keys + is_same) * allowed
     priority[rows, targets] = priority[rows, :, targets] = 0
     edges = np.zeros_like(allowed)
-    row, node = (is_branch | (part == _SINK)).nonzero()  # every branch and sink has an edge from, every source one to
+    row, node = (
+        is_branch | (part == _SINK)
+    ).nonzero()  # every branch and sink has an edge from, every source one to
     edges[row, priority[row, :, node].argmax(axis=1), node] = True
     row, node = (part == _SOURCE).nonzero()
     edges[row, node, priority[row, node].argmax(axis=1)] = True
@@ -112,7 +138,10 @@ def _draw_graphs(rng: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray
     allowed &= ~edges
     share = (MEAN_EDGES - edges.sum(axis=(1, 2))) / allowed.sum(axis=(1, 2))
     optional = allowed & (keys < share[:, None, None])
-    for view, key in ((optional, keys), (optional.swapaxes(1, 2), keys.swapaxes(1, 2))):  # equal out- and in-degrees
+    for view, key in (
+        (optional, keys),
+        (optional.swapaxes(1, 2), keys.swapaxes(1, 2)),
+    ):  # equal out- and in-degrees
         drawn = view[rows, targets]
         kept = drawn.sum(axis=2).min(axis=0)
         drawn_keys = np.where(drawn, key[rows, targets], 1)
@@ -121,7 +150,9 @@ def _draw_graphs(rng: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray
 
     count = edges.sum(axis=(1, 2))
     ancestors = _count_ancestors(edges, targets)
-    return edges, (abs(ancestors[0] - ancestors[1]) <= 1) & (count >= MIN_EDGES) & (count <= MAX_EDGES)
+    return edges, (abs(ancestors[0] - ancestors[1]) <= 1) & (count >= MIN_EDGES) & (
+        count <= MAX_EDGES
+    )
 
 
 def _count_ancestors(edges: np.ndarray, nodes: np.ndarray) -> np.ndarray:
@@ -144,7 +175,9 @@ NAMES = tuple(_NAMES.split())
 CONCEPTS = tuple(f"{stem}pus" for stem in _STEMS.split())
 
 
-def draw_problems(rng: np.random.Generator, count: int, min_hops: int, max_hops: int) -> list[Problem]:
+def draw_problems(
+    rng: np.random.Generator, count: int, min_hops: int, max_hops: int
+) -> list[Problem]:
     """Draw graphs and write them as ProsQA does: names are nodes without an edge to them, as both roots are there."""
     hops = draw_hops(rng, count, min_hops, max_hops, MAX_HOPS)
     adjacency, rows = _draw_adjacency(rng, hops), np.arange(count)
@@ -155,7 +188,9 @@ def draw_problems(rng: np.random.Generator, count: int, min_hops: int, max_hops:
 def _write_problem(item: Item, rng: np.random.Generator) -> Problem:
     facts, query = item.question[1:-4], item.question[-3:]
     concepts = draw_symbols(rng, facts[1::3], CONCEPTS)
-    words = concepts | draw_symbols(rng, (node for node in facts[::3] if node not in concepts), NAMES)
+    words = concepts | draw_symbols(
+        rng, (node for node in facts[::3] if node not in concepts), NAMES
+    )
 
     def write(source: int, target: int) -> str:
         return f"{'Every ' if source in concepts else ''}{words[source]} is a {words[target]}."
@@ -175,7 +210,9 @@ def _parse_sentence(pattern: re.Pattern[str], sentence: str, example: str) -> tu
     """Return the nodes that a sentence names."""
     if match := pattern.fullmatch(sentence):
         return match.groups()
-    raise ValueError(f"unknown sentence {sentence!r}: expected one such as {example!r}; correct it or leave it out")
+    raise ValueError(
+        f"unknown sentence {sentence!r}: expected one such as {example!r}; correct it or leave it out"
+    )
 
 
 def recode_prosqa(problem: Problem, rng: np.random.Generator) -> Item:
@@ -186,15 +223,25 @@ def recode_prosqa(problem: Problem, rng: np.random.Generator) -> Item:
     steps = [_parse_sentence(_EDGE, step, "Every gerpus is a terpus.") for step in problem.steps]
     nodes = [root, *(step[1] for step in steps)]
     if list(pairwise(nodes)) != steps or not set(steps) <= set(edges) or nodes[-1] not in options:
-        raise ValueError(f"steps {' '.join(problem.steps)!r:.80} are no path of the facts to an option: correct them")
+        raise ValueError(
+            f"steps {' '.join(problem.steps)!r:.80} are no path of the facts to an option: correct them"
+        )
     if problem.answer != f"{root} is a {nodes[-1]}.":
-        raise ValueError(f"answer {problem.answer!r} contradicts the steps, which end in {nodes[-1]}: correct it")
+        raise ValueError(
+            f"answer {problem.answer!r} contradicts the steps, which end in {nodes[-1]}: correct it"
+        )
 
     symbols = draw_symbols(rng, chain(*edges, [root], options), SYMBOLS)
     ids = {node: _IDS[symbol] for node, symbol in symbols.items()}
     tokens = [token for source, target in edges for token in (ids[source], ids[target], _IDS["|"])]
     return Item(
-        question=[_IDS["<q>"], *tokens[:-1], _IDS["?"], ids[root], *(ids[option] for option in options)],
+        question=[
+            _IDS["<q>"],
+            *tokens[:-1],
+            _IDS["?"],
+            ids[root],
+            *(ids[option] for option in options),
+        ],
         steps=[[ids[source], ids[target], _IDS[";"]] for source, target in steps],
         anchors=[ids[node] for node in nodes[1:]],
         answer=[ids[nodes[-1]]],

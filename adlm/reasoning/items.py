@@ -23,7 +23,9 @@ class Item(NamedTuple):
     steps: list[list[int]]  # in order, each with its separator
     anchors: list[int]  # the important tokens of the steps, in order: the labels of the slots
     answer: list[int]
-    off_path: list[int]  # tokens of the question like the anchors but not on the path, for the control
+    off_path: list[
+        int
+    ]  # tokens of the question like the anchors but not on the path, for the control
 
 
 class Markers(NamedTuple):
@@ -56,16 +58,24 @@ def pad_rows(rows: Sequence[Sequence[int]], multiple: int = 1) -> tuple[np.ndarr
     return tokens, is_token
 
 
-def draw_hops(rng: np.random.Generator, count: int, min_hops: int, max_hops: int, limit: int) -> np.ndarray:
+def draw_hops(
+    rng: np.random.Generator, count: int, min_hops: int, max_hops: int, limit: int
+) -> np.ndarray:
     """Draw the number of hops of every item, uniform in min_hops..max_hops."""
     if not 1 <= min_hops <= max_hops <= limit:
-        raise ValueError(f"hops {min_hops} to {max_hops} are out of range: give 1 <= min <= max <= {limit}")
+        raise ValueError(
+            f"hops {min_hops} to {max_hops} are out of range: give 1 <= min <= max <= {limit}"
+        )
     return rng.integers(min_hops, max_hops, count, endpoint=True)
 
 
-def draw_symbols(rng: np.random.Generator, words: Iterable[Word], symbols: Sequence[str]) -> dict[Word, str]:
+def draw_symbols(
+    rng: np.random.Generator, words: Iterable[Word], symbols: Sequence[str]
+) -> dict[Word, str]:
     """Give every different word a symbol of its own, at random."""
     unique = list(dict.fromkeys(words))
     if len(unique) > len(symbols):
-        raise ValueError(f"{len(unique)} different words such as {unique[0]!r}: expected at most {len(symbols)}")
+        raise ValueError(
+            f"{len(unique)} different words such as {unique[0]!r}: expected at most {len(symbols)}"
+        )
     return dict(zip(unique, rng.permutation(np.array(symbols)).tolist()))

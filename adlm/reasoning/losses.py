@@ -87,14 +87,21 @@ class CapturedFeatures:
             prefix = min(prefix + -prefix % CAPTURED_LENGTHS, batch.xt.shape[1])
             names, ends = [*names, "slot"], (prefix - 1,) * len(batch.slot_ends)
             batch = replace(batch, slot_ends=ends)
-        key, tensors = (*batch.xt.shape, *ends, *names), tuple(getattr(batch, name) for name in names)
+        key, tensors = (
+            (*batch.xt.shape, *ends, *names),
+            tuple(getattr(batch, name) for name in names),
+        )
         if key not in self.passes:
             device = batch.xt.device.type
             # The cast weights that autocast keeps would be those of the capture.
-            with torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False):
+            with torch.autocast(
+                device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False
+            ):
                 samples = tuple(tensor.clone() for tensor in tensors)
                 network = _Pass(model, batch, names)
-                self.passes[key] = torch.cuda.make_graphed_callables(network, samples, allow_unused_input=True)
+                self.passes[key] = torch.cuda.make_graphed_callables(
+                    network, samples, allow_unused_input=True
+                )
         stages = self.passes[key](*tensors)
         return Features(stages[0] if len(stages) > 1 else None, stages[-1])
 
@@ -124,31 +131,49 @@ def reasoning_loss(
             term = compute_distillation_loss(model, states, batch)
     anchors: dict[str, Any] = {}
     if anchor_weight is not None:
-        anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
-    loss = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id, check=False, **anchors)
-    if term is not None:  # of SIM-CoT (with a decoder) or CODI, with weight 1; reported like the anchor term
-        loss = loss._replace(total=loss.total + term, anchor=term, row_anchor=loss.row_anchor + term.detach())
+        anchors = {
+            "anchor": features.anchor,
+            "anchor_head": model.anchor_head,
+            "anchor_weight": anchor_weight,
+        }
+    loss = diffusion_loss(
+        features.final, model.head, means, mask_id=model.config.mask_id, check=False, **anchors
+    )
+    if (
+        term is not None
+    ):  # of SIM-CoT (with a decoder) or CODI, with weight 1; reported like the anchor term
+        loss = loss._replace(
+            total=loss.total + term, anchor=term, row_anchor=loss.row_anchor + term.detach()
+        )
     return loss.check() if check else loss
 
 
-def compute_step_loss(model: LanguageModel, decoder: StepDecoder, features: Tensor, batch: ReasoningBatch) -> Tensor:
+def compute_step_loss(
+    model: LanguageModel, decoder: StepDecoder, features: Tensor, batch: ReasoningBatch
+) -> Tensor:
     """Compute the mean cross-entropy of the steps that the decoder writes from the slots (SIM-CoT)."""
     steps = batch.auxiliary
     if steps is None:  # no row has a slot: zero, so that every parameter has its gradient
         return 0 * torch.stack([parameter.sum() for parameter in decoder.parameters()]).sum()
     written = decoder(model, features.flatten(0, 1)[batch.links], steps.xt)
     means = replace(steps, tokens=batch.tokens[1])
-    return diffusion_loss(written, model.head, means, mask_id=model.config.mask_id, check=False).total
+    return diffusion_loss(
+        written, model.head, means, mask_id=model.config.mask_id, check=False
+    ).total
 
 
-def compute_distillation_loss(model: LanguageModel, states: Sequence[Tensor], batch: ReasoningBatch) -> Tensor:
+def compute_distillation_loss(
+    model: LanguageModel, states: Sequence[Tensor], batch: ReasoningBatch
+) -> Tensor:
     """Compute the cross-entropy of the written steps and the distance of the states before the answer (CODI)."""
     teacher = batch.auxiliary
     assert teacher is not None and teacher.links is not None
     with model.denoiser.collect_states() as targets:
         features = model(teacher.xt)
     means = replace(teacher, tokens=batch.tokens[1])
-    nll = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id, check=False).total
+    nll = diffusion_loss(
+        features.final, model.head, means, mask_id=model.config.mask_id, check=False
+    ).total
     mine = torch.stack([state.flatten(0, 1)[batch.links] for state in states]).float()
     theirs = torch.stack([state.detach().flatten(0, 1)[teacher.links] for state in targets]).float()
     # Smooth L1 from the states of the written row, divided by their standard deviation; a mean over rows and layers.

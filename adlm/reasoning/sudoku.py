@@ -28,21 +28,31 @@ def read_boards(path: Path) -> Boards:
             remedy = "correct it or leave it out, with its line in the other file"
             raise ValueError(f"{problem}: expected 81 digits, 0 for an empty cell; {remedy}")
     if not lines:
-        raise ValueError(f"{path} holds no board: expected 81 digits to a line; make or fetch it again")
+        raise ValueError(
+            f"{path} holds no board: expected 81 digits to a line; make or fetch it again"
+        )
     return np.frombuffer(b"".join(lines), dtype=np.uint8).reshape(-1, 81) - ord("0")
 
 
 def is_for_testing(puzzles: Boards) -> NDArray[np.bool_]:
     """Whether puzzles are for testing: `TEST_EVERY` divides the SHA-256 of the 81 digits, a big-endian integer."""
     digests = (hashlib.sha256(puzzle.tobytes()).digest() for puzzle in puzzles + np.uint8(ord("0")))
-    return np.array([int.from_bytes(digest, "big") % TEST_EVERY == 0 for digest in digests], dtype=bool)
+    return np.array(
+        [int.from_bytes(digest, "big") % TEST_EVERY == 0 for digest in digests], dtype=bool
+    )
 
 
-def load_sudoku(folder: Path | str, levels: Iterable[str] = LEVELS, *, split: str | None) -> tuple[Boards, Boards]:
+def load_sudoku(
+    folder: Path | str, levels: Iterable[str] = LEVELS, *, split: str | None
+) -> tuple[Boards, Boards]:
     """Load puzzles and their solutions from <level>_puzzles.txt and <level>_solutions.txt (.gz): train, test or all."""
     parts = [_load_level(Path(folder).expanduser(), level) for level in levels]
     puzzles, solutions = map(np.concatenate, zip(*parts))
-    keep = np.ones(len(puzzles), bool) if split is None else is_for_testing(puzzles) == (split == "test")
+    keep = (
+        np.ones(len(puzzles), bool)
+        if split is None
+        else is_for_testing(puzzles) == (split == "test")
+    )
     return puzzles[keep], solutions[keep]
 
 
@@ -52,7 +62,9 @@ def _load_level(folder: Path, level: str) -> tuple[Boards, Boards]:
         name = f"{level}_{kind}.txt"
         if (path := find_file([folder], [name])) is None:
             there = [each for each in LEVELS if find_file([folder], [f"{each}_{kind}.txt"])]
-            raise ValueError(f"no {name} (.gz) in {folder}: levels found: {', '.join(there) or 'none'}; add it")
+            raise ValueError(
+                f"no {name} (.gz) in {folder}: levels found: {', '.join(there) or 'none'}; add it"
+            )
         paths.append(path)
     puzzles, solutions = map(read_boards, paths)
     if len(puzzles) != len(solutions):
@@ -61,27 +73,41 @@ def _load_level(folder: Path, level: str) -> tuple[Boards, Boards]:
     is_bad = ((solutions == 0) | ((puzzles != 0) & (puzzles != solutions))).any(axis=1)
     if is_bad.any():
         place = f"{paths[1]}, line {is_bad.argmax() + 1}"
-        raise ValueError(f"{place} does not complete its puzzle: correct it or leave it out of both files")
+        raise ValueError(
+            f"{place} does not complete its puzzle: correct it or leave it out of both files"
+        )
     return puzzles, solutions
 
 
 def make_items(puzzles: Boards, solutions: Boards) -> list[Item]:
     """Make items without steps: the question is <q> and the puzzle's 81 cells, the answer the solution's."""
     cells = (np.stack([puzzles, solutions]).astype(np.int64) + len(MARKERS)).tolist()
-    return [Item([MARKERS.index("<q>"), *question], [], [], answer, []) for question, answer in zip(*cells)]
+    return [
+        Item([MARKERS.index("<q>"), *question], [], [], answer, [])
+        for question, answer in zip(*cells)
+    ]
 
 
-def draw_symmetries(rng: np.random.Generator, puzzles: Boards, solutions: Boards) -> tuple[Boards, Boards]:
+def draw_symmetries(
+    rng: np.random.Generator, puzzles: Boards, solutions: Boards
+) -> tuple[Boards, Boards]:
     """Rename digits, permute bands, stacks and lines within them, and transpose half of the boards, at random."""
     count = len(puzzles)
 
     def draw_lines() -> NDArray[np.int64]:
-        bands, lines = rng.random((count, 3, 1)).argsort(axis=1), rng.random((count, 3, 3)).argsort(axis=2)
+        bands, lines = (
+            rng.random((count, 3, 1)).argsort(axis=1),
+            rng.random((count, 3, 3)).argsort(axis=2),
+        )
         return (3 * bands + lines).reshape(count, 9)
 
     cells = 9 * draw_lines()[:, :, None] + draw_lines()[:, None, :]
-    cells = np.where(rng.random((count, 1, 1)) < 0.5, cells, cells.swapaxes(1, 2)).reshape(count, 81)
-    digits = np.concatenate([np.zeros((count, 1), int), rng.random((count, 9)).argsort(axis=1) + 1], axis=1)
+    cells = np.where(rng.random((count, 1, 1)) < 0.5, cells, cells.swapaxes(1, 2)).reshape(
+        count, 81
+    )
+    digits = np.concatenate(
+        [np.zeros((count, 1), int), rng.random((count, 9)).argsort(axis=1) + 1], axis=1
+    )
 
     def apply(boards: Boards) -> Boards:
         moved = np.take_along_axis(boards, cells, axis=1)

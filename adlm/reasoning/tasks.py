@@ -21,13 +21,21 @@ from adlm.methods import look_up
 from adlm.reasoning import arithmetic, chains, datasets, graphs, sudoku
 from adlm.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers, index_words, pad_rows
 
-TRAIN, TEST, VALID, SYMMETRY = 0, 1, 2, 3  # streams of random problems; those for tests do not depend on the run's seed
+TRAIN, TEST, VALID, SYMMETRY = (
+    0,
+    1,
+    2,
+    3,
+)  # streams of random problems; those for tests do not depend on the run's seed
 EXTRA_HOPS = (0, 1, 2)  # test problems have the most hops of training, one more and two more
 SAMPLED = 512  # problems whose lengths stand for those of all that are generated
 GENERATED = "generated"  # how the hash of generated problems of a text task begins
 GENERATORS: dict[str, Any] = {"arithmetic": arithmetic, "graphs": graphs, "chains": chains}
 WORD_TASKS = GENERATORS | {"sudoku": sudoku}  # with a vocabulary of their own
-RECODED = {"graphs": ("prosqa", graphs.recode_prosqa), "chains": ("prontoqa", chains.recode_prontoqa)}
+RECODED = {
+    "graphs": ("prosqa", graphs.recode_prosqa),
+    "chains": ("prontoqa", chains.recode_prontoqa),
+}
 
 
 def make_rng(seed: int, stream: int, number: int) -> np.random.Generator:
@@ -59,23 +67,44 @@ class Task:
     markers: Markers = WORD_MARKERS
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        self.name, self.path, self.folder = str(settings.task), settings.path, Path(settings.path or "")
-        self.hops = 0 if self.name == "sudoku" else settings.hops  # the most of training: the number of stages
+        self.name, self.path, self.folder = (
+            str(settings.task),
+            settings.path,
+            Path(settings.path or ""),
+        )
+        self.hops = (
+            0 if self.name == "sudoku" else settings.hops
+        )  # the most of training: the number of stages
         if (generator := GENERATORS.get(self.name)) is not None:
             if not 1 <= self.hops <= (limit := generator.MAX_HOPS - max(EXTRA_HOPS)):
-                raise ValueError(f"reasoning.hops={self.hops} is out of range for {self.name}: give 1 to {limit}")
+                raise ValueError(
+                    f"reasoning.hops={self.hops} is out of range for {self.name}: give 1 to {limit}"
+                )
         elif self.path is None:
-            raise ValueError(f"reasoning.path is required for {self.name}: the folder with its files")
+            raise ValueError(
+                f"reasoning.path is required for {self.name}: the folder with its files"
+            )
         if (module := WORD_TASKS.get(self.name)) is not None:
-            bpe = tokenizers.Tokenizer(models.WordLevel(vocab=index_words(module.WORDS), unk_token=module.WORDS[0]))
+            bpe = tokenizers.Tokenizer(
+                models.WordLevel(vocab=index_words(module.WORDS), unk_token=module.WORDS[0])
+            )
             bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-            tokenizer, self.length = Tokenizer(bpe, name=self.name), module.LENGTH  # the mask is the last id
+            tokenizer, self.length = (
+                Tokenizer(bpe, name=self.name),
+                module.LENGTH,
+            )  # the mask is the last id
         if tokenizer is None:
-            raise ValueError(f"{self.name} needs a tokenizer: give init=MODEL, or its name as reasoning.tokenizer")
+            raise ValueError(
+                f"{self.name} needs a tokenizer: give init=MODEL, or its name as reasoning.tokenizer"
+            )
         self.tokenizer = tokenizer
 
-    def _generate(self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int) -> list[Item]:
-        return GENERATORS[self.name].draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
+    def _generate(
+        self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int
+    ) -> list[Item]:
+        return GENERATORS[self.name].draw_items(
+            make_rng(seed, stream, number), count, min_hops, max_hops
+        )
 
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         """Return the problems of an optimizer step."""
@@ -110,11 +139,19 @@ class Task:
         if self.name in GENERATORS and (unknown or not asked.strip() or "?" in asked):
             example = self.decode(self.draw(0, 1, 1)[0].question)
             problem = f"{unknown[0]!r} is no word" if unknown else f"{text!r} is no question"
-            raise ValueError(f"{problem} of {self.name}: ask as in {example!r}, with spaces between words")
+            raise ValueError(
+                f"{problem} of {self.name}: ask as in {example!r}, with spaces between words"
+            )
         assigned = re.findall(r"(\S+)\s+=", text)
-        unassigned = [word for word in [*re.findall(r"\b[a-z]\b", text), *asked.split()] if word not in assigned]
+        unassigned = [
+            word
+            for word in [*re.findall(r"\b[a-z]\b", text), *asked.split()]
+            if word not in assigned
+        ]
         if self.name == "arithmetic" and unassigned:
-            remedy = "assign every variable that is used or asked, as in 'b = a - 9 | a = 13 + 4 ? b'"
+            remedy = (
+                "assign every variable that is used or asked, as in 'b = a - 9 | a = 13 + 4 ? b'"
+            )
             raise ValueError(f"{unassigned[0]!r} is not assigned in {text!r}: {remedy}")
         return [MARKERS.index("<q>"), *self.tokenizer.encode(text)]
 
@@ -135,7 +172,9 @@ class TextTask(Task):
         return datasets.find_splits(self.name, self.folder)
 
     @property
-    def is_generated(self) -> bool:  # ProsQA's training problems are not published: without a file, they are graphs
+    def is_generated(
+        self,
+    ) -> bool:  # ProsQA's training problems are not published: without a file, they are graphs
         return self.name == "prosqa" and "train" not in self.splits
 
     @property
@@ -151,7 +190,9 @@ class TextTask(Task):
 
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         if not self.is_generated:
-            return [self._train[number] for number in draw_numbers(len(self._train), seed, step, count)]
+            return [
+                self._train[number] for number in draw_numbers(len(self._train), seed, step, count)
+            ]
         problems = graphs.draw_problems(make_rng(seed, TRAIN, step), count, 1, self.hops)
         return datasets.encode_problems(self.name, problems, self.tokenizer)
 
@@ -164,10 +205,17 @@ class TextTask(Task):
     def load_sample(self) -> list[Item]:
         """Return all problems of all splits."""
         train = super().load_sample() if self.is_generated else self._train
-        return [*train, *(item for split in self.splits if split != "train" for item in self._load(split))]
+        return [
+            *train,
+            *(item for split in self.splits if split != "train" for item in self._load(split)),
+        ]
 
     def hash_problems(self) -> str:
-        return f"{GENERATED} {super().hash_problems()}" if self.is_generated else hash_items(self._train)
+        return (
+            f"{GENERATED} {super().hash_problems()}"
+            if self.is_generated
+            else hash_items(self._train)
+        )
 
     def encode_question(self, text: str) -> list[int]:
         return self.tokenizer.encode(f"{text}\n")
@@ -186,11 +234,20 @@ class SudokuTask(Task):
         return sudoku.make_items(*sudoku.draw_symmetries(rng, puzzles[numbers], solutions[numbers]))
 
     def load_tests(self, count: int) -> dict[str, list[Item]]:
-        tests = {level: sudoku.load_sudoku(self.folder, [level], split="test") for level in sudoku.LEVELS}
-        return {level: sudoku.make_items(*(boards[:count] for boards in test)) for level, test in tests.items()}
+        tests = {
+            level: sudoku.load_sudoku(self.folder, [level], split="test") for level in sudoku.LEVELS
+        }
+        return {
+            level: sudoku.make_items(*(boards[:count] for boards in test))
+            for level, test in tests.items()
+        }
 
     def load_valid(self, count: int) -> list[Item]:
-        return [item for items in self.load_tests(count // len(sudoku.LEVELS)).values() for item in items]
+        return [
+            item
+            for items in self.load_tests(count // len(sudoku.LEVELS)).values()
+            for item in items
+        ]
 
     def hash_problems(self) -> str:
         return hash_items(sudoku.make_items(*(boards[:64] for boards in self._train)))
@@ -204,7 +261,11 @@ class SudokuTask(Task):
         return super().encode_question(" ".join(cells))
 
 
-TASKS = dict.fromkeys(GENERATORS, Task) | dict.fromkeys(datasets.DATASETS, TextTask) | {"sudoku": SudokuTask}
+TASKS = (
+    dict.fromkeys(GENERATORS, Task)
+    | dict.fromkeys(datasets.DATASETS, TextTask)
+    | {"sudoku": SudokuTask}
+)
 
 
 def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
@@ -215,7 +276,9 @@ def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -
 def add_markers(tokenizer: Tokenizer) -> tuple[Tokenizer, Markers]:
     """Return a copy of a tokenizer with the markers as new special tokens, unless it has them, and their ids."""
     bpe = tokenizers.Tokenizer.from_str(tokenizer.json)
-    bpe.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in MARKERS[1:]])
+    bpe.add_special_tokens(
+        [AddedToken(marker, special=True, normalized=False) for marker in MARKERS[1:]]
+    )
     ids = [bpe.token_to_id(marker) or 0 for marker in MARKERS[1:]]
     return replace(tokenizer, bpe=bpe, own_mask_id=None, source=None), Markers(None, *ids)
 
@@ -229,7 +292,13 @@ class ItemBatch(Batch):
 
     @classmethod
     def from_items(
-        cls, items: list[Item], foreign: list[Item], number: Tensor, place: Tensor, total: int, state: dict[str, Any]
+        cls,
+        items: list[Item],
+        foreign: list[Item],
+        number: Tensor,
+        place: Tensor,
+        total: int,
+        state: dict[str, Any],
     ) -> Self:
         """Make the batch of these problems."""
         tokens = torch.from_numpy(pad_rows([item.question for item in items])[0])
@@ -241,7 +310,14 @@ class ItemBatches:
     """An endless iterator over the batches of a task; a batch is a function of seed and step."""
 
     def __init__(self, task: Task, batch: int, *, seed: int, rank: int = 0, size: int = 1) -> None:
-        self.task, self.batch, self.seed, self.rank, self.size, self.step = task, batch, seed, rank, size, 0
+        self.task, self.batch, self.seed, self.rank, self.size, self.step = (
+            task,
+            batch,
+            seed,
+            rank,
+            size,
+            0,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch that had this state."""
@@ -251,8 +327,13 @@ class ItemBatches:
         while True:
             self.step += 1
             items = self.task.draw(self.seed, self.step, self.batch)
-            mine, place = slice(self.rank, None, self.size), torch.arange(self.rank, self.batch, self.size)
+            mine, place = (
+                slice(self.rank, None, self.size),
+                torch.arange(self.rank, self.batch, self.size),
+            )
             foreign = items[1:] + items[:1]
             state = {"epoch": 0, "step": self.step}
             numbers = self.step * self.batch + place
-            yield ItemBatch.from_items(items[mine], foreign[mine], numbers, place, self.batch, state)
+            yield ItemBatch.from_items(
+                items[mine], foreign[mine], numbers, place, self.batch, state
+            )

@@ -16,12 +16,25 @@ from adlm.reasoning.tasks import GENERATORS
 from adlm.training.logging import read_metrics
 
 RESULT = "reasoning.json"  # in a run's folder
-FORM = {"task": str, "arm": tuple(ARMS), "seed": int, "tests": dict, "flops": (int, float, None), "settings": dict}
-TASK_LINE = r"(?m)^reasoning:\n(?:  .*\n)*?  task: (?!null$)"  # of the config.yaml of a reasoning run
+FORM = {
+    "task": str,
+    "arm": tuple(ARMS),
+    "seed": int,
+    "tests": dict,
+    "flops": (int, float, None),
+    "settings": dict,
+}
+TASK_LINE = (
+    r"(?m)^reasoning:\n(?:  .*\n)*?  task: (?!null$)"  # of the config.yaml of a reasoning run
+)
 MIN_SEEDS = 3
 MIN_DEVIATION = 0.8  # points: the sampling error of 4,000 problems
 MIN_TASKS = 2  # of the generated ones, for a claim about all tasks
-LEVELS = ("h", "h+1", "h+2")  # test sets of a generated task, by hops; the verdict counts at the first
+LEVELS = (
+    "h",
+    "h+1",
+    "h+2",
+)  # test sets of a generated task, by hops; the verdict counts at the first
 BETTER, WORSE, EQUIVALENT, UNDECIDED = "better", "worse", "equivalent", "not told apart"
 WORDS = {None: "no verdict", True: "yes", False: "no"}
 RULE = (
@@ -40,7 +53,9 @@ class Claim(NamedTuple):
 
 
 ANCHORS_HELP = Claim(
-    "Anchors help", [("acot", other) for other in ("pause_curriculum", "acot_foreign", "acot_off_path")], [BETTER]
+    "Anchors help",
+    [("acot", other) for other in ("pause_curriculum", "acot_foreign", "acot_off_path")],
+    [BETTER],
 )
 CLAIMS = (
     ANCHORS_HELP,
@@ -60,7 +75,13 @@ def pool_deviation(accuracies: Accuracies) -> float:
 
 def compare_arms(accuracies: Accuracies, one: str, other: str) -> dict[str, Any]:
     """Compare two arms of a task; the verdict is None where an arm has fewer than MIN_SEEDS seeds."""
-    compared: dict[str, Any] = {"arm": one, "other": other, "difference": None, "sd": None, "verdict": None}
+    compared: dict[str, Any] = {
+        "arm": one,
+        "other": other,
+        "difference": None,
+        "sd": None,
+        "verdict": None,
+    }
     if one in accuracies and other in accuracies:
         difference = fmean(accuracies[one]) - fmean(accuracies[other])
         compared |= {"difference": difference, "sd": pool_deviation(accuracies)}
@@ -92,25 +113,45 @@ def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
     """Read the results of runs and of folders of runs, by run folder, in the order of tasks, arms and seeds."""
     found: dict[str, Result] = {}
     for place in map(Path, places):
-        paths = [place / "config.yaml"] if (place / "config.yaml").is_file() else place.rglob("config.yaml")
-        folders = [path.parent for path in paths if re.search(TASK_LINE, path.read_text("utf-8", "replace"))]
+        paths = (
+            [place / "config.yaml"]
+            if (place / "config.yaml").is_file()
+            else place.rglob("config.yaml")
+        )
+        folders = [
+            path.parent
+            for path in paths
+            if re.search(TASK_LINE, path.read_text("utf-8", "replace"))
+        ]
         if not folders:
             expected = "a folder that `adlm reason train` wrote, or one of such folders"
             raise FileNotFoundError(f"{place} has no reasoning run: give {expected}")
         for folder in folders:
             if not (folder / RESULT).is_file():
-                raise FileNotFoundError(f"{folder} has no {RESULT}: run `adlm reason eval {folder}` first")
-            found[str(folder)] = read_object(folder / RESULT, FORM, f"run `adlm reason eval {folder}` again")
-    keys = {run: (each["task"], list(ARMS).index(each["arm"]), each["seed"]) for run, each in found.items()}
+                raise FileNotFoundError(
+                    f"{folder} has no {RESULT}: run `adlm reason eval {folder}` first"
+                )
+            found[str(folder)] = read_object(
+                folder / RESULT, FORM, f"run `adlm reason eval {folder}` again"
+            )
+    keys = {
+        run: (each["task"], list(ARMS).index(each["arm"]), each["seed"])
+        for run, each in found.items()
+    }
     results = {run: found[run] for run in sorted(found, key=lambda run: (keys[run], run))}
     for (one, first), (other, second) in pairwise(results.items()):
         if keys[one] == keys[other]:
             names = " ".join(str(first[key]) for key in ("task", "arm", "seed"))
             raise ValueError(f"{one} and {other} are both {names}: leave one of them out")
-        mine, theirs = ({name: test["sha256"] for name, test in each["tests"].items()} for each in (first, second))
+        mine, theirs = (
+            {name: test["sha256"] for name, test in each["tests"].items()}
+            for each in (first, second)
+        )
         if first["task"] == second["task"] and mine != theirs:
             names = f"{one} and {other} have different test problems ({', '.join(mine)}; {', '.join(theirs)})"
-            raise ValueError(f"{names}: run `adlm reason eval` with the same --tests and --data, at the same hops")
+            raise ValueError(
+                f"{names}: run `adlm reason eval` with the same --tests and --data, at the same hops"
+            )
     return results
 
 
@@ -131,7 +172,11 @@ def flatten_settings(settings: Result, prefix: str = "") -> dict[str, Any]:
     """Return nested settings with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        flat |= flatten_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        flat |= (
+            flatten_settings(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {prefix + key: value}
+        )
     return flat
 
 
@@ -148,7 +193,9 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
             sets.append({"task": task, "test": test, "level": level, "arms": accuracies})
         tables.append(build_table(task, arms))
         flat = [flatten_settings(result["settings"]) for result in own]
-        if different := sorted({key for each in flat for key in each if any(o.get(key) != each[key] for o in flat)}):
+        if different := sorted(
+            {key for each in flat for key in each if any(o.get(key) != each[key] for o in flat)}
+        ):
             warnings.append(f"runs of {task} differ in {', '.join(different)}")
     comparisons = [
         {key: each[key] for key in ("task", "test", "level")} | compare_arms(each["arms"], *pair)
@@ -159,18 +206,36 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
     ]
     verdicts: list[dict[str, Any]] = []
     for claim, level in product(CLAIMS, LEVELS):
-        holds = {each["task"]: judge_claim(claim, each["arms"]) for each in sets if each["level"] == level}
+        holds = {
+            each["task"]: judge_claim(claim, each["arms"])
+            for each in sets
+            if each["level"] == level
+        }
         overall = {"holds": judge_tasks(holds)} if claim is ANCHORS_HELP else {}
         verdicts.append({"claim": claim.text, "level": level, "tasks": holds} | overall)
     tables += build_verdict_tables(comparisons, verdicts)
-    metrics: dict[str, Any] = {"verdicts": verdicts, "comparisons": comparisons, "runs": list(results.values())}
+    metrics: dict[str, Any] = {
+        "verdicts": verdicts,
+        "comparisons": comparisons,
+        "runs": list(results.values()),
+    }
     curves: list[dict[str, Any]] = []
-    for folder, result in results.items():  # accuracy on validation problems during training, in percent
+    for (
+        folder,
+        result,
+    ) in results.items():  # accuracy on validation problems during training, in percent
         path = Path(folder) / "metrics.jsonl"
-        records = [each for each in (read_metrics(path) if path.is_file() else []) if "val/accuracy" in each]
+        records = [
+            each
+            for each in (read_metrics(path) if path.is_file() else [])
+            if "val/accuracy" in each
+        ]
         points = [(each["step"], 100 * each["val/accuracy"]) for each in records]
         curves.append({"task": result["task"], "arm": result["arm"], "points": points})
-    figures = {"reasoning_accuracy": ("arms", {"sets": sets}), "reasoning_training": ("curves", {"curves": curves})}
+    figures = {
+        "reasoning_accuracy": ("arms", {"sets": sets}),
+        "reasoning_training": ("curves", {"curves": curves}),
+    }
     about = {"rule": RULE}, {"runs": list(results)}
     report = EvalResult("reasoning_table", metrics, *about, tables, warnings, figures)
     if out is not None:
@@ -184,17 +249,30 @@ def build_table(task: str, arms: Mapping[str, Sequence[Result]]) -> Table:
     """Build the table of a task from the results by arm: one row for each."""
     tests = next(iter(arms.values()))[0]["tests"]
     first = next(iter(tests))
-    columns = [Column("arm", is_text=True), Column("seeds"), *(Column(f"{test}, %", 1) for test in tests)]
-    columns += [Column("tokens", 1), Column("passes", 1), Column("training FLOPs", is_text=True), Column("parameters")]
+    columns = [
+        Column("arm", is_text=True),
+        Column("seeds"),
+        *(Column(f"{test}, %", 1) for test in tests),
+    ]
+    columns += [
+        Column("tokens", 1),
+        Column("passes", 1),
+        Column("training FLOPs", is_text=True),
+        Column("parameters"),
+    ]
     rows: list[list[Cell]] = []
     for arm, own in arms.items():
         cells: list[Cell] = [arm, len(own)]
         for values in (list_accuracies(own, test) for test in tests):
             span = (min(values), max(values)) if len(values) > 1 else None
             cells.append(Estimate(fmean(values), interval=span))
-        cells += [fmean(result["tests"][first][key] for result in own) for key in ("tokens", "passes")]
+        cells += [
+            fmean(result["tests"][first][key] for result in own) for key in ("tokens", "passes")
+        ]
         flops = [result["flops"] for result in own]
-        rows.append([*cells, None if None in flops else f"{fmean(flops):.2e}", own[0]["parameters"]])
+        rows.append(
+            [*cells, None if None in flops else f"{fmean(flops):.2e}", own[0]["parameters"]]
+        )
     note = f"Accuracy: mean (range over seeds) of {tests[first]['problems']:,} problems a set."
     costs = f"Tokens written and sequential forward passes for a problem of the set {first}."
     return Table(columns, rows, f"{task}: arms", [f"{note} {costs}"])
@@ -236,7 +314,15 @@ def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
         for sampler, tests in result.get("samplers", {"": result["tests"]}).items():
             for name, test in tests.items():
                 accuracy = estimate_accuracy(test["accuracy"], test["problems"])
-                start: list[Cell] = [folder, result["task"], result["arm"], result["seed"], f"{name} {sampler}".strip()]
+                start: list[Cell] = [
+                    folder,
+                    result["task"],
+                    result["arm"],
+                    result["seed"],
+                    f"{name} {sampler}".strip(),
+                ]
                 rows.append([*start, accuracy, test["problems"], test["tokens"], test["passes"]])
     metrics = {"runs": [{"run": folder, **result} for folder, result in results.items()]}
-    return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy (95% interval)")])
+    return EvalResult(
+        "reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy (95% interval)")]
+    )

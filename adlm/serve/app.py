@@ -7,7 +7,15 @@ import logging
 import reprlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -25,8 +33,24 @@ from adlm import __version__
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.methods import SAMPLERS
 from adlm.remedies import suggest_names
-from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows
-from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, StreamOptions, describe_draft
+from adlm.serve.engine import (
+    ALL,
+    SETTLED,
+    Engine,
+    EngineLimits,
+    EngineStats,
+    QueueFullError,
+    RowFrame,
+    stream_rows,
+)
+from adlm.serve.protocol import (
+    CompletionBody,
+    ErrorBody,
+    InfillBody,
+    ScoreBody,
+    StreamOptions,
+    describe_draft,
+)
 from adlm.text.generation import SHARED_SETTINGS, GenerationRequest
 from adlm.text.lm import LM
 from adlm.view.player import read_asset
@@ -36,7 +60,11 @@ MAX_BODY_BYTES = 1 << 20
 SCORE_BATCH = 8  # rows that a score evaluates at once while the batch takes its steps
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)  # of the latency histogram
 PAGE_NAMES = ("docs.js", "page.js", "page.css", "player.js", "player.css")
-PAGE_FILES = {"/": "index.html", "/docs": "docs.html", **{f"/{name}": name for name in PAGE_NAMES}}  # by path
+PAGE_FILES = {
+    "/": "index.html",
+    "/docs": "docs.html",
+    **{f"/{name}": name for name in PAGE_NAMES},
+}  # by path
 MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json", *PAGE_FILES)  # without an API key
 HEADERS = {  # of all answers; the policy: files of this server and requests to it, nothing else
@@ -46,7 +74,9 @@ HEADERS = {  # of all answers; the policy: files of this server and requests to 
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
+}
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
     ("rows_running", "texts in the batch", lambda engine: engine.running),
@@ -55,22 +85,30 @@ GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
 )
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 KINDS |= dict.fromkeys((500, 503), "server_error")
-SHARED_FIELDS = [name for name in SHARED_SETTINGS if name in InfillBody.model_fields]  # that all requests can have
+SHARED_FIELDS = [
+    name for name in SHARED_SETTINGS if name in InfillBody.model_fields
+]  # that all requests can have
 SHUTDOWN = "the server is shutting down: retry later"
 
 
 def answer_json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return an answer in ASCII JSON, in which even half of a surrogate pair can be sent back."""
-    return Response(json.dumps(content, allow_nan=False), status, headers, media_type="application/json")
+    return Response(
+        json.dumps(content, allow_nan=False), status, headers, media_type="application/json"
+    )
 
 
-def describe_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def describe_error(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """Return an error in OpenAI's form."""
     kind = KINDS.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def answer_error(status: int, message: str, headers: dict[str, str] | None = None, **fields: Any) -> Response:
+def answer_error(
+    status: int, message: str, headers: dict[str, str] | None = None, **fields: Any
+) -> Response:
     """Return the answer to a request that failed."""
     return answer_json(describe_error(status, message, **fields), status, headers)
 
@@ -78,25 +116,43 @@ def answer_error(status: int, message: str, headers: dict[str, str] | None = Non
 async def answer_exception(request: Request, error: Exception) -> Response:
     """Return the answer to an exception: 400 for a wrong value, 429 for a full queue, 503 during a shutdown."""
     if isinstance(error, RequestValidationError):
-        first = min(error.errors(), key=lambda each: each["type"].endswith("_type"))  # if a form fits, what it lacks
+        first = min(
+            error.errors(), key=lambda each: each["type"].endswith("_type")
+        )  # if a form fits, what it lacks
         place = [str(part) for part in first["loc"][1:]]
         if first["type"] == "extra_forbidden":
-            body = StreamOptions if len(place) > 1 else request.scope["endpoint"].__annotations__["body"]
+            body = (
+                StreamOptions
+                if len(place) > 1
+                else request.scope["endpoint"].__annotations__["body"]
+            )
             hint = suggest_names(place[-1][:99], body.model_fields)
-            return answer_error(400, f"unknown field {place[-1]!r}{hint}: correct it or leave it out", param=place[-1])
+            return answer_error(
+                400,
+                f"unknown field {place[-1]!r}{hint}: correct it or leave it out",
+                param=place[-1],
+            )
         if first["type"] == "json_invalid":
-            return answer_error(400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}")
+            return answer_error(
+                400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}"
+            )
         where, param = (f"field {place[0]}", place[0]) if place else ("the body", None)
         problem = first["msg"].replace("Input should be", "expected")
-        return answer_error(400, f"{where} has {reprlib.repr(first['input'])}: {problem}", param=param)
+        return answer_error(
+            400, f"{where} has {reprlib.repr(first['input'])}: {problem}", param=param
+        )
     if isinstance(error, QueueFullError):
-        return answer_error(error.status, str(error), {"retry-after": str(error.retry_after)}, code=error.code)
+        return answer_error(
+            error.status, str(error), {"retry-after": str(error.retry_after)}, code=error.code
+        )
     if isinstance(error, HTTPException):
         missing = f"there is no {request.url.path}: use /v1/completions, or see /docs for all paths"
         message = missing if error.detail == "Not Found" else str(error.detail)
         return answer_error(error.status_code, message, dict(error.headers or {}))
     message = str(error).replace(", ".join(SHARED_SETTINGS), ", ".join(SHARED_FIELDS))
-    return answer_error(400, message.replace("max_new_tokens", "max_tokens"))  # the API's name of it
+    return answer_error(
+        400, message.replace("max_new_tokens", "max_tokens")
+    )  # the API's name of it
 
 
 class EngineCollector:
@@ -117,18 +173,36 @@ class EngineCollector:
 class Guard:
     """ASGI middleware: API key, size of bodies, headers, request ids, and metrics of requests."""
 
-    def __init__(self, app: Any, *, api_key: str | None, registry: CollectorRegistry, tasks: set[Any]) -> None:
-        self.app, self.tasks, self.key = app, tasks, None if api_key is None else f"Bearer {api_key}".encode()
-        self.requests = Counter("adlm_requests", "HTTP requests", ("path", "status"), registry=registry)
+    def __init__(
+        self, app: Any, *, api_key: str | None, registry: CollectorRegistry, tasks: set[Any]
+    ) -> None:
+        self.app, self.tasks, self.key = (
+            app,
+            tasks,
+            None if api_key is None else f"Bearer {api_key}".encode(),
+        )
+        self.requests = Counter(
+            "adlm_requests", "HTTP requests", ("path", "status"), registry=registry
+        )
         self.seconds = Histogram(
-            "adlm_request_seconds", "seconds of HTTP requests", ("path",), registry=registry, buckets=SECONDS
+            "adlm_request_seconds",
+            "seconds of HTTP requests",
+            ("path",),
+            registry=registry,
+            buckets=SECONDS,
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, began, size, status, has_begun = dict(scope["headers"]), time.perf_counter(), 0, 500, False
+        headers, began, size, status, has_begun = (
+            dict(scope["headers"]),
+            time.perf_counter(),
+            0,
+            500,
+            False,
+        )
         extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
         extra.append((b"x-request-id", f"req-{secrets.token_hex(12)}".encode()))
 
@@ -137,7 +211,10 @@ class Guard:
             if message["type"] == "http.response.start":
                 status, has_begun = message["status"], True
                 own = dict(message.get("headers", ()))
-                message = {**message, "headers": [*own.items(), *(pair for pair in extra if pair[0] not in own)]}
+                message = {
+                    **message,
+                    "headers": [*own.items(), *(pair for pair in extra if pair[0] not in own)],
+                }
             await send(message)
 
         async def receive_some() -> Any:
@@ -145,7 +222,9 @@ class Guard:
             message = await receive()
             size += len(message.get("body", b""))
             if size > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES:,} bytes: send less")
+                raise HTTPException(
+                    413, f"the body has more than {MAX_BODY_BYTES:,} bytes: send less"
+                )
             return message
 
         app = self.app
@@ -178,10 +257,15 @@ class Guard:
 class Answer:
     """The answer to a request to complete or infill while its texts are sampled."""
 
-    def __init__(self, body: CompletionBody | InfillBody, request: GenerationRequest, model: str) -> None:
+    def __init__(
+        self, body: CompletionBody | InfillBody, request: GenerationRequest, model: str
+    ) -> None:
         self.body, self.request, self.is_infill = body, request, isinstance(body, InfillBody)
         self.head: dict[str, Any] = {"id": f"cmpl-{secrets.token_hex(12)}"}
-        self.head |= {"object": "infill" if self.is_infill else "text_completion", "created": int(time.time())}
+        self.head |= {
+            "object": "infill" if self.is_infill else "text_completion",
+            "created": int(time.time()),
+        }
         self.head |= {"model": model, **{key: request.settings[key] for key in ("sampler", "seed")}}
         self.readers = [body.make_reader(layout) for layout, _ in request.rows]
         self.nfe, self.skipped = [0] * len(self.readers), set[int]()
@@ -190,10 +274,17 @@ class Answer:
         """Return the choice of a chunk that a frame makes, if it adds something."""
         reader, self.nfe[frame.index] = self.readers[frame.index], frame.nfe
         text = reader.read(frame)
-        choice: dict[str, Any] = {"index": frame.index, "text": text, "logprobs": None, "finish_reason": None}
+        choice: dict[str, Any] = {
+            "index": frame.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+        }
         if is_end := frame.is_done or reader.is_stopped:
             self.skipped.add(frame.index)
-            choice["finish_reason"] = "stop" if reader.is_stopped or self.body.is_filling else "length"
+            choice["finish_reason"] = (
+                "stop" if reader.is_stopped or self.body.is_filling else "length"
+            )
             if self.is_infill:
                 choice["fills"] = [text for text, is_given in frame.row.pieces if not is_given]
         if self.body.logprobs is not None and (is_end or self.body.stream):
@@ -206,7 +297,11 @@ class Answer:
         """Return the tokens and network evaluations so far."""
         prompt = sum(sum(layout.is_fixed) for layout in self.request.layouts)
         tokens = sum(reader.generated for reader in self.readers)
-        counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        counts = {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
         return counts | {"nfe": sum(self.nfe)}
 
     async def stream(self, frames: AsyncGenerator[RowFrame]) -> AsyncIterator[bytes]:
@@ -225,7 +320,9 @@ class Answer:
             yield encode_event(describe_error(503, SHUTDOWN, code="shutting_down"))
         except Exception:
             log.exception("a stream failed")
-            yield encode_event(describe_error(500, "the server failed while it sampled: retry the request"))
+            yield encode_event(
+                describe_error(500, "the server failed while it sampled: retry the request")
+            )
 
     async def finish(self, frames: AsyncGenerator[RowFrame]) -> dict[str, Any]:
         """Return the whole answer."""
@@ -264,7 +361,9 @@ def serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
         content = read_asset(name)
     else:
         content = files("adlm.serve").joinpath("page", name).read_text("utf-8")
-        content = content.replace("{{stage}}", read_asset("stage.html")).replace("{{top_p}}", f"{DEFAULT_TOP_P:g}")
+        content = content.replace("{{stage}}", read_asset("stage.html")).replace(
+            "{{top_p}}", f"{DEFAULT_TOP_P:g}"
+        )
         content = content.replace("{{temperature}}", f"{DEFAULT_TEMPERATURE:g}")
 
     async def answer(request: Request) -> Response:
@@ -275,7 +374,13 @@ def serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 def describe_model(name: str, lm: LM) -> dict[str, Any]:
     """Return a model as OpenAI's list has it, with its samplers and the most tokens that a text can have."""
-    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "adlm", "method": lm.method}
+    card = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "adlm",
+        "method": lm.method,
+    }
     samplers = [] if lm.row_format.is_causal else list(SAMPLERS)
     return card | {"samplers": samplers, "max_tokens": lm.row_format.longest}
 
@@ -292,7 +397,9 @@ def create_app(
     engine, model = Engine(lm, limits), name or lm.name
     engines = {model: engine} | {each.name: Engine(each, limits) for each in others}
     if len(engines) <= len(others):
-        raise ValueError(f"two models have the same name, {', '.join(each.name for each in others)}: rename a folder")
+        raise ValueError(
+            f"two models have the same name, {', '.join(each.name for each in others)}: rename a folder"
+        )
     cards = {each: describe_model(each, served.lm) for each, served in engines.items()}
     registry, tasks = CollectorRegistry(), set[asyncio.Task[Any]]()  # of open requests
     registry.register(EngineCollector(engines.values()))
@@ -302,9 +409,18 @@ def create_app(
         for each in engines.values():
             each.start()
         yield
-        await asyncio.gather(*(asyncio.to_thread(partial(each.stop, drain=True)) for each in engines.values()))
+        await asyncio.gather(
+            *(asyncio.to_thread(partial(each.stop, drain=True)) for each in engines.values())
+        )
 
-    app = FastAPI(title="adlm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
+    app = FastAPI(
+        title="adlm",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+    )
     app.state.engine = engine
     for path, file in PAGE_FILES.items():
         app.add_route(path, serve_file(file), include_in_schema=False)
@@ -315,7 +431,10 @@ def create_app(
 
     def find_model(wanted: str | None) -> str:
         if wanted is not None and wanted not in engines:
-            raise HTTPException(404, f"there is no model {wanted!r}: this server has {', '.join(map(repr, engines))}")
+            raise HTTPException(
+                404,
+                f"there is no model {wanted!r}: this server has {', '.join(map(repr, engines))}",
+            )
         return wanted or model
 
     async def answer(body: CompletionBody | InfillBody, http: Request) -> Response:
@@ -323,12 +442,16 @@ def create_app(
         name = find_model(body.model)
         engine, make = engines[name], partial(body.build_request, engines[name].lm)
         engine.limits.check_size(len(body.texts) * (body.n or 1), body.steps)
-        request = await (asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make))
+        request = await (
+            asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make)
+        )
         answer = Answer(body, request, name)
         fields = {"skipped": answer.skipped, "guesses": body.guesses, "logprobs": body.logprobs}
         frames = stream_rows(engine, request, ALL if body.has_drafts else SETTLED, **fields)
         if body.stream:
-            http.scope["at_end"] = partial(answer.skipped.update, range(len(answer.readers)))  # they leave the batch
+            http.scope["at_end"] = partial(
+                answer.skipped.update, range(len(answer.readers))
+            )  # they leave the batch
             return StreamingResponse(answer.stream(frames), media_type="text/event-stream")
         return await run_while_connected(http, answer.finish(frames))
 
@@ -350,7 +473,9 @@ def create_app(
         async def compute() -> dict[str, Any]:
             scores = []
             for text in [body.text] if isinstance(body.text, str) else body.text:
-                call = partial(engine.lm.score, text, draws=body.draws, seed=body.seed, batch=SCORE_BATCH)
+                call = partial(
+                    engine.lm.score, text, draws=body.draws, seed=body.seed, batch=SCORE_BATCH
+                )
                 scores += await asyncio.wrap_future(engine.call(call))
             return {"object": "list", "model": name, "data": [asdict(each) for each in scores]}
 

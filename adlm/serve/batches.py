@@ -47,7 +47,9 @@ class Row:
     number: int
     index: int = 0  # among the rows of the request
     owner: Any = None
-    top_logprobs: int | None = None  # likeliest tokens recorded for every token that is drawn; None: no logprobs
+    top_logprobs: int | None = (
+        None  # likeliest tokens recorded for every token that is drawn; None: no logprobs
+    )
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position
     nfe: int = 0
     delivered: int = 0  # leading positions that can no longer change and were delivered
@@ -76,7 +78,9 @@ class MaskedBatch:
         """Add rows, which take their first step with the next one of the batch."""
         columns = build_columns(rows, self.predictor)
         if self.rows:
-            columns = {name: concat_rows([self.columns[name], value]) for name, value in columns.items()}
+            columns = {
+                name: concat_rows([self.columns[name], value]) for name, value in columns.items()
+            }
         self.rows, self.columns = [*self.rows, *rows], columns
         self._enter_windows(columns["window"] < 0)
 
@@ -87,7 +91,9 @@ class MaskedBatch:
         self.columns = {name: value[rows.to(value.device)] for name, value in self.columns.items()}
         if self.rows:
             width = int(self.columns["length"].max())
-            self.columns = {name: x[:, :width] if x.dim() == 2 else x for name, x in self.columns.items()}
+            self.columns = {
+                name: x[:, :width] if x.dim() == 2 else x for name, x in self.columns.items()
+            }
             self._recompose()
 
     def _recompose(self) -> None:
@@ -97,11 +103,15 @@ class MaskedBatch:
         assert mask_id is not None
         requests = [row.request for row in self.rows]
         samplers = [request.sampler for request in requests]
-        samplings = [denoising.choose_sampling(request.sampler, request.sampling) for request in requests]
+        samplings = [
+            denoising.choose_sampling(request.sampler, request.sampling) for request in requests
+        ]
         self.is_plan = torch.tensor([isinstance(each, Plan) for each in samplers])
         self.orders = group_orders(samplers)
         self.samplings = list(dict.fromkeys(each for pair in samplings for each in pair))
-        self.sampling = torch.tensor([[self.samplings.index(each) for each in pair] for pair in samplings])
+        self.sampling = torch.tensor(
+            [[self.samplings.index(each) for each in pair] for pair in samplings]
+        )
         self.table, self.offset = stack_plans(samplers)
         valid = torch.arange(columns["xt"].shape[1]) < columns["length"][:, None]
         clock = columns["window"] * denoising.MAX_BLOCK_STEPS + columns["step"]
@@ -130,13 +140,25 @@ class MaskedBatch:
         needed = changed & was_hidden  # where the network's prediction is
         for order, rows in self.orders:
             if order.score is None:
-                rng = CounterRng(*(x[rows] for x in (state.rng.seed, state.rng.rows, torch.as_tensor(state.rng.start))))
-                drawn = denoising.choose_at_random(order, rng, state.clock, left[rows], columns["time"][rows])
+                rng = CounterRng(
+                    *(
+                        x[rows]
+                        for x in (state.rng.seed, state.rng.rows, torch.as_tensor(state.rng.start))
+                    )
+                )
+                drawn = denoising.choose_at_random(
+                    order, rng, state.clock, left[rows], columns["time"][rows]
+                )
                 needed[rows], columns["time"][rows] = drawn
-                changed[rows], level[rows] = needed[rows], mean_noise_level(columns["time"][rows]).float()
+                changed[rows], level[rows] = (
+                    needed[rows],
+                    mean_noise_level(columns["time"][rows]).float(),
+                )
             else:
                 needed[rows] = left[rows]
-                level[rows] = mean_noise_level(left[rows].sum(-1) / columns["first"][rows].clamp(min=1))
+                level[rows] = mean_noise_level(
+                    left[rows].sum(-1) / columns["first"][rows].clamp(min=1)
+                )
         features = state.features_at(needed, level)
         for order, rows in self.orders:
             if order.score is not None:
@@ -153,24 +175,40 @@ class MaskedBatch:
     def _change_by_plan(self, is_last: Tensor) -> tuple[Tensor, Tensor]:
         """Return what changes (B, L) in the rows with a plan, and their noise levels (B,); the last step fills all."""
         columns, state = self.columns, self.state
-        at = self.offset + torch.minimum(columns["step"], columns["steps"] - 1).clamp(min=0) * self.is_plan
+        at = (
+            self.offset
+            + torch.minimum(columns["step"], columns["steps"] - 1).clamp(min=0) * self.is_plan
+        )
         transition = Transition(*self.table[at][..., None].unbind(1))
         if bool(columns["by_confidence"].any()):
             is_counted = state.is_hidden | ~state.is_free
-            split = confidence_remask_prob(transition.remask_prob, columns["confidence"], is_counted)
+            split = confidence_remask_prob(
+                transition.remask_prob, columns["confidence"], is_counted
+            )
             remask = torch.where(columns["by_confidence"][:, None], split, transition.remask_prob)
             transition = replace(transition, remask_prob=remask)
         changed = state.find_changes(state.random_numbers()[0][0], transition)
-        changed = torch.where(is_last[:, None], state.is_hidden & state.is_free, changed) & self.is_plan[:, None]
+        changed = (
+            torch.where(is_last[:, None], state.is_hidden & state.is_free, changed)
+            & self.is_plan[:, None]
+        )
         return changed, transition.noise_level[:, 0].float().masked_fill(is_last, 0.0)
 
-    def _choose_by_score(self, order: Order, rows: Tensor, features: Tensor, needed: Tensor) -> Tensor:
+    def _choose_by_score(
+        self, order: Order, rows: Tensor, features: Tensor, needed: Tensor
+    ) -> Tensor:
         """Return the best positions (n, L) of rows by an order's score, with features at the `needed` positions."""
         columns, state = self.columns, self.state
         mine = torch.zeros_like(needed).index_copy_(0, rows, needed[rows])
-        scores = state.score_positions(order, mine, features[state.send(mine[needed].nonzero()[:, 0])])[rows]
+        scores = state.score_positions(
+            order, mine, features[state.send(mine[needed].nonzero()[:, 0])]
+        )[rows]
         steps, bound = columns["steps"][rows, None], columns["bound"][rows, None].float()
-        own = replace(order, entropy_bound=bound) if order.steps is None else replace(order, steps=steps)
+        own = (
+            replace(order, entropy_bound=bound)
+            if order.steps is None
+            else replace(order, steps=steps)
+        )
         return next_positions(own, scores, needed[rows], columns["step"][rows, None])
 
     def _reveal(self, revealed: Tensor, features: Tensor, needed: Tensor, sampling: Tensor) -> None:
@@ -179,11 +217,18 @@ class MaskedBatch:
         for number, params in enumerate(self.samplings):
             mine = revealed & (sampling == number)[:, None]
             if bool(mine.any()):
-                probs = state.reveal(mine, features[state.send(mine[needed].nonzero()[:, 0])], params)
+                probs = state.reveal(
+                    mine, features[state.send(mine[needed].nonzero()[:, 0])], params
+                )
                 if bool(self.columns["by_confidence"].any()):
                     self.columns["confidence"][mine] = probs.cpu()
-        recorded = revealed & torch.tensor([row.top_logprobs is not None for row in self.rows])[:, None]
-        own, index = features[state.send(recorded[needed].nonzero()[:, 0])], recorded.flatten().nonzero()[:, 0]
+        recorded = (
+            revealed & torch.tensor([row.top_logprobs is not None for row in self.rows])[:, None]
+        )
+        own, index = (
+            features[state.send(recorded[needed].nonzero()[:, 0])],
+            recorded.flatten().nonzero()[:, 0],
+        )
         for part, logits in state.iter_logits(own, index):
             record_logprobs(self.rows, state.xt, logits, index[part])
 
@@ -193,10 +238,14 @@ class MaskedBatch:
         left = (state.is_hidden & state.is_free).any(-1)
         is_over = ~left & (~self.is_plan | (columns["step"] >= columns["steps"]))
         is_remasking = columns["step"] < columns["remask_end"]
-        may_change = columns["may_change"] & (state.is_hidden | (is_remasking[:, None] & state.is_free))
+        may_change = columns["may_change"] & (
+            state.is_hidden | (is_remasking[:, None] & state.is_free)
+        )
         settled = torch.minimum((~may_change).long().cumprod(-1).sum(-1), columns["length"])
         nfe, is_done = state.nfe.clone(), self._enter_windows(is_over)
-        return StepResult(state.xt, state.is_hidden, changed, settled, is_done, columns["frame"], nfe)
+        return StepResult(
+            state.xt, state.is_hidden, changed, settled, is_done, columns["frame"], nfe
+        )
 
     def _enter_windows(self, is_over: Tensor) -> Tensor:
         """Move rows that are over with a block to the start of their next one; return which of them have none."""
@@ -205,8 +254,17 @@ class MaskedBatch:
         window = columns["block_at"].masked_fill(~is_ahead, NO_BLOCK).amin(-1)
         is_new = is_over & (window < NO_BLOCK)
         if bool(is_new.any()):
-            hidden = columns["is_hidden"] & columns["may_change"] & (columns["block_at"] == window[:, None])
-            fresh = {"window": window, "step": 0 * window, "first": hidden.sum(-1), "time": torch.ones(())}
+            hidden = (
+                columns["is_hidden"]
+                & columns["may_change"]
+                & (columns["block_at"] == window[:, None])
+            )
+            fresh = {
+                "window": window,
+                "step": 0 * window,
+                "first": hidden.sum(-1),
+                "time": torch.ones(()),
+            }
             for name, value in fresh.items():
                 columns[name] = torch.where(is_new, value.to(columns[name].dtype), columns[name])
             columns["confidence"][is_new] = 0.0
@@ -225,7 +283,9 @@ def record_logprobs(rows: Sequence[Row], tokens: Tensor, logits: Tensor, index: 
     logprobs, width = logits.float().log_softmax(-1), tokens.shape[1]
     drawn = logprobs.gather(-1, tokens.flatten()[index.to(tokens.device)][:, None])[:, 0].tolist()
     top = logprobs.topk(max(row.top_logprobs or 0 for row in rows), -1)
-    for at, logprob, values, ids in zip(index.tolist(), drawn, top.values.tolist(), top.indices.tolist(), strict=True):
+    for at, logprob, values, ids in zip(
+        index.tolist(), drawn, top.values.tolist(), top.indices.tolist(), strict=True
+    ):
         row = rows[at // width]
         best = dict(zip(ids[: row.top_logprobs], values[: row.top_logprobs], strict=True))
         possible = {token: value for token, value in best.items() if value > -math.inf}
@@ -255,11 +315,19 @@ def build_columns(rows: Sequence[Row], predictor: Predictor) -> dict[str, Tensor
 def describe_row(row: Row) -> dict[str, Any]:
     """Return the settings of a row as numbers; `remask_end` is the step after the last that may remask."""
     sampler = row.request.sampler
-    numbers: dict[str, Any] = {"length": len(row.layout), "seed": row.request.config.seed, "number": row.number}
+    numbers: dict[str, Any] = {
+        "length": len(row.layout),
+        "seed": row.request.config.seed,
+        "number": row.number,
+    }
     numbers |= {"steps": 0, "remask_end": 0, "by_confidence": False, "bound": 0.0}
     if isinstance(sampler, Plan):
         remask_end = 1 + max(sampler.remask_prob.nonzero()[:, 0].tolist(), default=-1)
-        return numbers | {"steps": len(sampler), "remask_end": remask_end, "by_confidence": sampler.by_confidence}
+        return numbers | {
+            "steps": len(sampler),
+            "remask_end": remask_end,
+            "by_confidence": sampler.by_confidence,
+        }
     assert sampler is not None
     return numbers | {"steps": sampler.steps or 0, "bound": sampler.entropy_bound or 0.0}
 
@@ -300,17 +368,25 @@ class CausalBatch:
     def join(self, rows: Sequence[Row]) -> None:
         """Add rows, which take their first step with the next one of the batch."""
         for sampling in dict.fromkeys(row.request.sampling for row in rows):
-            self.groups.append(_CausalGroup(self.predictor, [row for row in rows if row.request.sampling == sampling]))
+            self.groups.append(
+                _CausalGroup(
+                    self.predictor, [row for row in rows if row.request.sampling == sampling]
+                )
+            )
 
     def keep(self, is_kept: Tensor) -> None:
         """Remove the rows that are not kept; a group is evaluated as long as one of its rows is."""
-        for group, kept in zip(self.groups, is_kept.split([len(group.rows) for group in self.groups]), strict=True):
+        for group, kept in zip(
+            self.groups, is_kept.split([len(group.rows) for group in self.groups]), strict=True
+        ):
             group.live = group.live[kept]
         self.groups = [group for group in self.groups if len(group.live)]
 
     def step(self) -> StepResult:
         """Draw the next token of every group."""
-        return StepResult(*map(concat_rows, zip(*(group.step() for group in self.groups), strict=True)))
+        return StepResult(
+            *map(concat_rows, zip(*(group.step() for group in self.groups), strict=True))
+        )
 
 
 class _CausalGroup:
@@ -320,7 +396,9 @@ class _CausalGroup:
         self.all_rows, self.live = list(rows), torch.arange(len(rows))
         self.length = torch.tensor([len(row.layout) for row in rows])
         seeds = torch.tensor([row.request.config.seed for row in rows])
-        self.frames = denoise_rows(predictor, rows[0].request, [(row.layout, row.number) for row in rows], seeds=seeds)
+        self.frames = denoise_rows(
+            predictor, rows[0].request, [(row.layout, row.number) for row in rows], seeds=seeds
+        )
 
     @property
     def rows(self) -> list[Row]:
@@ -337,5 +415,13 @@ class _CausalGroup:
             record_logprobs(self.all_rows, frame.tokens, logits, index)
         settled = torch.minimum((~frame.is_masked).long().cumprod(-1).sum(-1), self.length)
         is_done = ~frame.is_masked.any(-1)
-        columns = (frame.tokens, frame.is_masked, frame.changed, settled, is_done, frame.nfe, frame.nfe)
+        columns = (
+            frame.tokens,
+            frame.is_masked,
+            frame.changed,
+            settled,
+            is_done,
+            frame.nfe,
+            frame.nfe,
+        )
         return StepResult(*(x[self.live.to(x.device)] for x in columns))

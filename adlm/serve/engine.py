@@ -60,15 +60,21 @@ class EngineLimits:
         """Raise if a request is for too many texts, or for texts of too many steps."""
         allowed = min(self.max_texts, self.max_rows + self.max_waiting)  # more never fit
         if count > allowed:
-            raise ValueError(f"the request is for {count} texts, at most {allowed} are allowed: ask for fewer")
+            raise ValueError(
+                f"the request is for {count} texts, at most {allowed} are allowed: ask for fewer"
+            )
         if steps is not None and steps > self.max_steps:
-            raise ValueError(f"a text takes {steps} steps, at most {self.max_steps} are allowed: use fewer steps")
+            raise ValueError(
+                f"a text takes {steps} steps, at most {self.max_steps} are allowed: use fewer steps"
+            )
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raise if a request exceeds the limits of one."""
         steps = request.steps
         if steps is None and "steps" in request.settings:  # every block takes all of them
-            blocks = -(-max(len(layout) for layout in request.layouts) // (request.config.block or 1))
+            blocks = -(
+                -max(len(layout) for layout in request.layouts) // (request.config.block or 1)
+            )
             steps = request.settings["steps"] * blocks
         self.check_size(len(request.layouts) * request.config.n, steps)
 
@@ -116,9 +122,13 @@ class Ticket:
     request: GenerationRequest
     notify: Notify
     frames: str = LAST
-    skipped: set[int] = field(default_factory=set)  # rows that are no longer wanted: they leave before the next step
+    skipped: set[int] = field(
+        default_factory=set
+    )  # rows that are no longer wanted: they leave before the next step
     guesses: int | None = None  # of the anchor network, in every frame; None: frames without tokens
-    logprobs: int | None = None  # likeliest tokens recorded for every token that is drawn; None: no logprobs
+    logprobs: int | None = (
+        None  # likeliest tokens recorded for every token that is drawn; None: no logprobs
+    )
     is_over: bool = False  # cancelled or failed: none of its rows is wanted
 
     def send(self, news: list[RowFrame] | Exception) -> None:
@@ -162,7 +172,9 @@ class Engine:
         self.seconds_per_text = 1.0  # a moving average, for Retry-After
         self.thread: threading.Thread | None = None
         self.pool = ThreadPoolExecutor(1, "adlm-calls")
-        self.turns = Turns(lm.device.type == "cuda")  # where a prediction is valid until the next one
+        self.turns = Turns(
+            lm.device.type == "cuda"
+        )  # where a prediction is valid until the next one
         self.batch = make_batch(lm)
 
     def start(self) -> Self:
@@ -198,13 +210,21 @@ class Engine:
         """Put a request into the queue."""
         request, numbered = ticket.request, enumerate(ticket.request.rows)
         self.limits.check_request(request)
-        rows = [Row(layout, request, number, i, ticket, ticket.logprobs) for i, (layout, number) in numbered]
+        rows = [
+            Row(layout, request, number, i, ticket, ticket.logprobs)
+            for i, (layout, number) in numbered
+        ]
         with self.wake:
             self._require_running()
-            count, most = len(self.waiting) + self.running, self.limits.max_rows + self.limits.max_waiting
+            count, most = (
+                len(self.waiting) + self.running,
+                self.limits.max_rows + self.limits.max_waiting,
+            )
             if count + len(rows) > most:
                 self.stats.rejected += 1
-                seconds = max(1, min(60, round(self.seconds_per_text * count / self.limits.max_rows)))
+                seconds = max(
+                    1, min(60, round(self.seconds_per_text * count / self.limits.max_rows))
+                )
                 message = f"{count} texts are running or waiting, at most {most} may, {len(rows)} are requested"
                 raise QueueFullError(message, seconds)
             self.waiting.extend(rows)
@@ -237,7 +257,9 @@ class Engine:
         while True:
             with self.wake:
                 self.wake.wait_for(lambda: self.batch.rows or self.waiting or self.is_stopping)
-                if self.is_stopping and not (self.is_draining and (self.batch.rows or self.waiting)):
+                if self.is_stopping and not (
+                    self.is_draining and (self.batch.rows or self.waiting)
+                ):
                     break
             joining = list[Row]()
             try:
@@ -288,7 +310,9 @@ class Engine:
         news = collect_frames(self.lm, rows, result)
         if bool(result.is_done.any()):
             mean_steps = float(result.step[result.is_done].double().mean())
-            self.seconds_per_text += 0.2 * ((time.perf_counter() - began) * mean_steps - self.seconds_per_text)
+            self.seconds_per_text += 0.2 * (
+                (time.perf_counter() - began) * mean_steps - self.seconds_per_text
+            )
         self._remove(result.is_done.tolist())
         with self.wake:
             self.running = len(self.batch.rows)
@@ -355,7 +379,9 @@ def fail(rows: Sequence[Row], error: Exception) -> None:
 
 def collect_frames(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[Ticket, list[RowFrame]]:
     """Return the frames that every request wants: the last ones, those with newly settled text, or all."""
-    settled, is_done, steps, nfe = (x.tolist() for x in (result.settled, result.is_done, result.step, result.nfe))
+    settled, is_done, steps, nfe = (
+        x.tolist() for x in (result.settled, result.is_done, result.step, result.nfe)
+    )
     wants = []
     for i, row in enumerate(rows):
         frames = row.owner.frames
@@ -368,8 +394,17 @@ def collect_frames(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[Tick
     for i, ids in zip(wants, tokens, strict=True):
         row = rows[i]
         row.delivered = settled[i]
-        columns = steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i], guess_tokens(lm, row, result, i)
-        news.setdefault(row.owner, []).append(RowFrame(row.index, row.layout, *columns, row.logprobs))
+        columns = (
+            steps[i],
+            ids[: len(row.layout)],
+            settled[i],
+            nfe[i],
+            is_done[i],
+            guess_tokens(lm, row, result, i),
+        )
+        news.setdefault(row.owner, []).append(
+            RowFrame(row.index, row.layout, *columns, row.logprobs)
+        )
     return news
 
 
@@ -377,7 +412,9 @@ def guess_tokens(lm: LM, row: Row, result: StepResult, place: int) -> StreamStep
     """Return the step of a row with guesses, where its request wants them; they are not counted as NFE."""
     if row.owner.guesses is None:
         return None
-    frame = Frame(0, *(x[[place]] for x in (result.tokens, result.is_hidden, result.changed, result.nfe)))
+    frame = Frame(
+        0, *(x[[place]] for x in (result.tokens, result.is_hidden, result.changed, result.nfe))
+    )
     if not lm.row_format.is_causal and (row.guesses is None or bool(frame.changed.any())):
         row.guesses = predict_guesses(lm.predictor, frame, [row.layout], row.owner.guesses)
     return StreamStep(0, frame, (row.layout,), row.guesses)

@@ -57,7 +57,10 @@ class SamplingSettings(StrictBody):
     def read_settings(self) -> dict[str, Any]:
         """Return the settings that are given, with a seed."""
         given = {name: getattr(self, name) for name in SamplingSettings.model_fields}
-        return {"seed": secrets.randbits(32), **{name: value for name, value in given.items() if value is not None}}
+        return {
+            "seed": secrets.randbits(32),
+            **{name: value for name, value in given.items() if value is not None},
+        }
 
 
 class StreamOptions(StrictBody):
@@ -116,12 +119,20 @@ class CompletionBody(SamplingBody):
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not self.is_filling:
             if self.min_tokens is not None:
-                raise ValueError("min_tokens is the least length of a text before a suffix: leave it out, or give both")
+                raise ValueError(
+                    "min_tokens is the least length of a text before a suffix: leave it out, or give both"
+                )
             if len(texts) == len(prompts):
                 return lm.build_request(texts, max_new_tokens=self.max_tokens, **settings)
-            layouts = [layout_tokens(lm, ids, self.max_tokens) for ids in prompts if not isinstance(ids, str)]
+            layouts = [
+                layout_tokens(lm, ids, self.max_tokens)
+                for ids in prompts
+                if not isinstance(ids, str)
+            ]
             longest = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-            request = lm.build_request("a", max_new_tokens=longest, **settings)  # for its sampler and settings
+            request = lm.build_request(
+                "a", max_new_tokens=longest, **settings
+            )  # for its sampler and settings
             return replace(request, layouts=layouts)
         if len(texts) < len(prompts):
             raise ValueError("prompt has token ids, and a suffix is text: give the prompt as text")
@@ -133,7 +144,11 @@ class CompletionBody(SamplingBody):
         """Return the reader of the generated text; with `echo`, of the prompt too."""
         hole = next(i for i, span in enumerate(layout.spans) if span.texts is None)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return TextReader(layout, layout.spans[0 if self.echo else hole : hole + 1], [each for each in stops if each])
+        return TextReader(
+            layout,
+            layout.spans[0 if self.echo else hole : hole + 1],
+            [each for each in stops if each],
+        )
 
 
 class InfillBody(SamplingBody):
@@ -167,16 +182,27 @@ class ScoreBody(StrictBody):
 
 def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     """Lay a prompt of token ids out with a hole after it, by default as long as the model allows."""
-    special, room = templates.classify_tokens(lm.tokenizer).special, lm.row_format.longest - len(ids)
+    special, room = (
+        templates.classify_tokens(lm.tokenizer).special,
+        lm.row_format.longest - len(ids),
+    )
     if not ids or (count := room if max_tokens is None else max_tokens) > room or room < 1:
         numbers = f"a prompt has {len(ids)} tokens and max_tokens is {max_tokens}"
-        raise ValueError(f"{numbers}: give at least one token, and at most {lm.row_format.longest} in all")
+        raise ValueError(
+            f"{numbers}: give at least one token, and at most {lm.row_format.longest} in all"
+        )
     if wrong := [token for token in ids if not 0 <= token < len(special) or bool(special[token])]:
-        raise ValueError(f"prompt has token {wrong[0]}: give ids of text tokens, from 0 to {len(special) - 1}")
+        raise ValueError(
+            f"prompt has token {wrong[0]}: give ids of text tokens, from 0 to {len(special) - 1}"
+        )
     plain = lm.row_format.build_layout((Hole.of_length(count),))
     start, end = plain.spans[0].start, plain.spans[0].start + len(ids)
     spans = Span(start, end, tuple(decode_tokens(lm.tokenizer, (), ids))), Span(end, end + count)
-    columns: dict[str, Any] = {"ids": ids, "is_fixed": [True] * len(ids), "kinds": [templates.TEXT] * len(ids)}
+    columns: dict[str, Any] = {
+        "ids": ids,
+        "is_fixed": [True] * len(ids),
+        "kinds": [templates.TEXT] * len(ids),
+    }
     for name, given in columns.items():
         columns[name] = (*getattr(plain, name)[:start], *given, *getattr(plain, name)[start:])
     return replace(plain, spans=spans, **columns)
@@ -185,22 +211,42 @@ def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
 def build_filling(lm: LM, texts: Sequence[Template], settings: dict[str, Any]) -> GenerationRequest:
     """Check the number of holes and of their lengths in templates, and return what is to be sampled."""
     # Parsing more holes than fit would slow the batch down: both threads share Python's lock.
-    most = max((len(re.findall("_{3,}", text)) for text in texts if isinstance(text, str)), default=0)
+    most = max(
+        (len(re.findall("_{3,}", text)) for text in texts if isinstance(text, str)), default=0
+    )
     if most > lm.row_format.longest:
-        raise ValueError(f"a template has {most} holes, a text at most {lm.row_format.longest} tokens: use fewer holes")
-    holes = [piece for text in texts for piece in templates.parse_template(text) if isinstance(piece, Hole)]
+        raise ValueError(
+            f"a template has {most} holes, a text at most {lm.row_format.longest} tokens: use fewer holes"
+        )
+    holes = [
+        piece
+        for text in texts
+        for piece in templates.parse_template(text)
+        if isinstance(piece, Hole)
+    ]
     if (lengths := sum(hole.max_tokens - hole.min_tokens for hole in holes)) > MAX_ALL_LENGTHS:
         numbers = f"the holes leave {lengths} lengths to choose from, at most {MAX_ALL_LENGTHS} are allowed"
-        raise ValueError(f"{numbers}: say how long holes are, such as ___{{5}} (with a suffix: min_tokens)")
+        raise ValueError(
+            f"{numbers}: say how long holes are, such as ___{{5}} (with a suffix: min_tokens)"
+        )
     return lm.build_request(template=texts, **settings)
 
 
 def describe_draft(frame: RowFrame, request: GenerationRequest) -> dict[str, Any]:
     """Return a frame as a stream carries it: its tokens where guesses are wanted, the settings in the last one."""
-    draft: dict[str, Any] = {"step": frame.step, "nfe": frame.nfe, "text": frame.layout.text(frame.ids)}
+    draft: dict[str, Any] = {
+        "step": frame.step,
+        "nfe": frame.nfe,
+        "text": frame.layout.text(frame.ids),
+    }
     if frame.stream_step is not None:
         draft["tokens"] = [
-            [each.state, each.text, each.is_anchor, [[text, round(p, 3)] for text, p in each.guesses]]
+            [
+                each.state,
+                each.text,
+                each.is_anchor,
+                [[text, round(p, 3)] for text, p in each.guesses],
+            ]
             for each in frame.stream_step.trajectory_frame().tokens
         ]
     return draft | ({"settings": request.settings} if frame.is_done else {})
@@ -211,9 +257,13 @@ class TextReader:
 
     def __init__(self, layout: Layout, spans: Sequence[Span], stops: Sequence[str] = ()) -> None:
         self.layout, self.spans, self.stops, self.text = layout, deque(spans), stops, ""
-        self.position = self.generated = self.given = self.sent = 0  # `given`: characters before the first hole
+        self.position = self.generated = self.given = self.sent = (
+            0  # `given`: characters before the first hole
+        )
         self.is_stopped = False
-        self.tokens = deque[tuple[int, int, str]]()  # position in the row, offset and text, until logprobs are read
+        self.tokens = deque[
+            tuple[int, int, str]
+        ]()  # position in the row, offset and text, until logprobs are read
 
     def read(self, frame: RowFrame) -> str:
         """Return the text that a frame adds; the last frame completes it."""
@@ -257,13 +307,20 @@ class TextReader:
 
     def read_logprobs(self, frame: RowFrame) -> dict[str, list[Any]]:
         """Return OpenAI's log-probabilities of the tokens that begin in the text read so far, each token once."""
-        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         while self.tokens and self.tokens[0][1] < self.sent:
             position, offset, text = self.tokens.popleft()
             logprob, top = None, None
             if (drawn := frame.logprobs.get(position)) is not None:
                 logprob, top = drawn.logprob, {}
-                is_word = self.layout.kinds[position] == templates.WORD  # the blank before it is given
+                is_word = (
+                    self.layout.kinds[position] == templates.WORD
+                )  # the blank before it is given
                 for token in [each for each in drawn.top if each != frame.ids[position]]:
                     (name,) = decode_tokens(self.layout.tokenizer, frame.ids[:position], [token])
                     top[name.removeprefix(" ") if is_word else name] = drawn.top[token]

@@ -55,7 +55,9 @@ def build(options: RayOptions) -> serve.Application:
     """Describe the deployment. Replicas are added while each has more requests than its batch has rows."""
     max_replicas = options.max_replicas or options.min_replicas
     if max_replicas < options.min_replicas:
-        raise ValueError(f"max_replicas is {max_replicas}: expected at least min_replicas, {options.min_replicas}")
+        raise ValueError(
+            f"max_replicas is {max_replicas}: expected at least min_replicas, {options.min_replicas}"
+        )
     resources: dict[str, Any] = {"num_cpus": options.cpus}
     if options.device == "cuda":
         resources["num_gpus"] = options.gpus
@@ -64,7 +66,8 @@ def build(options: RayOptions) -> serve.Application:
         name="adlm",
         ray_actor_options=resources,
         autoscaling_config={**scaling, "target_ongoing_requests": options.max_rows},
-        max_ongoing_requests=2 * (options.max_rows + options.max_waiting),  # a full queue is answered by the app: 429
+        max_ongoing_requests=2
+        * (options.max_rows + options.max_waiting),  # a full queue is answered by the app: 429
         logging_config=LoggingConfig(enable_access_log=False),
     )
     return deploy(Replica).bind(options)

@@ -17,7 +17,15 @@ from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.generate import Predictor
 from adlm.methods import SAMPLERS, build_sampler, choose_steps, look_up
-from adlm.text.templates import Hole, Layout, Template, build_layout, parse_template, set_hole_lengths, tokenize_piece
+from adlm.text.templates import (
+    Hole,
+    Layout,
+    Template,
+    build_layout,
+    parse_template,
+    set_hole_lengths,
+    tokenize_piece,
+)
 
 DEFAULT_BATCH = 16  # rows that are sampled at a time
 Templates = Template | Sequence[Template]
@@ -85,7 +93,9 @@ class GenerationConfig:
         for alias, name in ALIASES.items():
             if alias in options:
                 if (value := options.get(name)) is not None:
-                    raise ValueError(f"{name}={value} and {alias}={options[alias]} are one setting: give {name} alone")
+                    raise ValueError(
+                        f"{name}={value} and {alias}={options[alias]} are one setting: give {name} alone"
+                    )
                 options[name] = options.pop(alias)
         if (do_sample := options.pop("do_sample", None)) is not None and not do_sample:
             options["temperature"] = 0.0
@@ -104,13 +114,19 @@ def list_settings(method: Method) -> Method:
     """Show the settings with their defaults in a method's signature, instead of `**settings` alone."""
     signature = inspect.signature(method)
     *own, rest = signature.parameters.values()
-    shown = [each for each in inspect.signature(GenerationConfig).parameters.values() if each.name != "options"]
+    shown = [
+        each
+        for each in inspect.signature(GenerationConfig).parameters.values()
+        if each.name != "options"
+    ]
     names = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shown]
     vars(method)["__signature__"] = signature.replace(parameters=[*own, *names, rest])
     return method
 
 
-SHARED_SETTINGS = tuple(each.name for each in fields(GenerationConfig) if each.name not in ("steps", "options"))
+SHARED_SETTINGS = tuple(
+    each.name for each in fields(GenerationConfig) if each.name not in ("steps", "options")
+)
 
 
 @dataclass(frozen=True)
@@ -157,27 +173,43 @@ class RowFormat:
     def layout_text(self, text: str) -> Layout:
         """Lay a whole text out, to be scored."""
         if not tokenize_piece(self.tokenizer, text)[0]:
-            raise ValueError(f"the text {shorten(text)} has 0 tokens, a score takes at least 1: give more text")
+            raise ValueError(
+                f"the text {shorten(text)} has 0 tokens, a score takes at least 1: give more text"
+            )
         layout = self.build_layout((text,))
-        self._require_room(len(layout), f"the text {shorten(text)}", "measure it with `adlm eval ppl --data FILE`, ")
+        self._require_room(
+            len(layout),
+            f"the text {shorten(text)}",
+            "measure it with `adlm eval ppl --data FILE`, ",
+        )
         return layout
 
-    def layout_prompt(self, prompt: str, length: int | None = None, max_new_tokens: int | None = None) -> Layout:
+    def layout_prompt(
+        self, prompt: str, length: int | None = None, max_new_tokens: int | None = None
+    ) -> Layout:
         """Lay a prompt and the tokens after it out: `length` in all or `max_new_tokens`, by default as many as fit."""
-        if length is not None and (not isinstance(length, Integral) or not 1 <= length <= self.longest):
+        if length is not None and (
+            not isinstance(length, Integral) or not 1 <= length <= self.longest
+        ):
             row = f"this model's rows have {self.row} tokens, {self.row - self.longest} of which begin or end a text"
-            raise ValueError(f"length must be a whole number between 1 and {self.longest}, got {length}: {row}")
+            raise ValueError(
+                f"length must be a whole number between 1 and {self.longest}, got {length}: {row}"
+            )
         taken = self.count_prompt_tokens(prompt)
         length = self.longest if length is None else length
         if taken >= length:
-            larger = f"make length larger (at most {self.longest}) or " if taken < self.longest else ""
+            larger = (
+                f"make length larger (at most {self.longest}) or " if taken < self.longest else ""
+            )
             problem = f"the prompt {shorten(prompt)} has {taken} tokens and the text is to have {length} in all"
             raise ValueError(f"{problem}, the prompt's among them: {larger}make the prompt shorter")
         if max_new_tokens is not None and max_new_tokens > length - taken:
             problem = f"max_new_tokens is {max_new_tokens} and the prompt {shorten(prompt)} has {taken} tokens"
             remedy = f"use max_new_tokens up to {length - taken}, or a shorter prompt"
             raise ValueError(f"{problem}: this model's texts have at most {length}; {remedy}")
-        return self.build_layout(parse_template((prompt, Hole.of_length(max_new_tokens or length - taken))))
+        return self.build_layout(
+            parse_template((prompt, Hole.of_length(max_new_tokens or length - taken)))
+        )
 
     def count_prompt_tokens(self, prompt: str) -> int:
         """Count the tokens of a text that is continued; a blank at its end belongs to the next word."""
@@ -190,15 +222,23 @@ class RowFormat:
         shown = shorten("".join(str(piece) for piece in pieces))
         if not (holes := [piece for piece in pieces if isinstance(piece, Hole)]):
             remedy = "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
-            problem = f"the template {shown} has no hole: write ___ where something is to be filled in"
+            problem = (
+                f"the template {shown} has no hole: write ___ where something is to be filled in"
+            )
             raise ValueError(f"{problem}, {remedy}")
         if self.is_causal and any(isinstance(piece, Hole) for piece in pieces[:-1]):
             problem = f"the template {shown} has text after a hole, and a causal model sees only what is before it"
             raise ValueError(f"{problem}: use a masked model (adlm, mdlm), or generate(prompt=…)")
         # Counted before it is laid out: a hole may be longer than any memory.
-        room = self.row + len(holes) - len(self.build_layout(set_hole_lengths(pieces, [1] * len(holes))))
+        room = (
+            self.row
+            + len(holes)
+            - len(self.build_layout(set_hole_lengths(pieces, [1] * len(holes))))
+        )
         lengths = [hole.min_tokens for hole in holes]
-        self._require_room(self.row - room + sum(lengths), f"the template {shown} with its shortest holes")
+        self._require_room(
+            self.row - room + sum(lengths), f"the template {shown} with its shortest holes"
+        )
         for number, hole in enumerate(holes):  # from the left; those after it are at their shortest
             most = min(hole.max_tokens, room - sum(lengths) + lengths[number])
             if self.is_causal:  # nothing follows its hole: the text ends at an end token
@@ -213,7 +253,9 @@ class RowFormat:
 
     def _require_room(self, tokens: int, name: str, remedy: str = "") -> None:
         if tokens > self.row:
-            problem = f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}"
+            problem = (
+                f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}"
+            )
             raise ValueError(f"{problem}: make it shorter, {remedy}or use a model with longer rows")
 
 
@@ -221,20 +263,32 @@ class RowFormat:
 def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number: int) -> int:
     """Choose the length of hole `number` under which the given tokens next to it are likeliest (docs/generate.md)."""
     # The length and the position that each row is for.
-    targets = [(length, i) for length, layout in layouts.items() for i in find_neighbors(layout, number)]
+    targets = [
+        (length, i) for length, layout in layouts.items() for i in find_neighbors(layout, number)
+    ]
     if not targets:  # nothing is given: all lengths are equal
         return max(layouts)
-    scores, device = {length: -LENGTH_PENALTY * math.log(length) for length in layouts}, predictor.device
+    scores, device = (
+        {length: -LENGTH_PENALTY * math.log(length) for length in layouts},
+        predictor.device,
+    )
     for start in range(0, len(targets), MAX_ROWS):
         part = targets[start : start + MAX_ROWS]
-        x0 = pad_sequence([torch.tensor(layouts[length].ids) for length, _ in part], batch_first=True)
-        valid = torch.arange(x0.shape[1]) < torch.tensor([len(layouts[length]) for length, _ in part])[:, None]
+        x0 = pad_sequence(
+            [torch.tensor(layouts[length].ids) for length, _ in part], batch_first=True
+        )
+        valid = (
+            torch.arange(x0.shape[1])
+            < torch.tensor([len(layouts[length]) for length, _ in part])[:, None]
+        )
         place = torch.arange(len(part)), torch.tensor([position for _, position in part])
         xt = x0.index_put(place, torch.tensor(predictor.config.mask_id))
         hidden = ((xt == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
         features = predictor.predict(xt.to(device), mean_noise_level(hidden), valid.to(device))
         logits = predictor.logits_at(features[tuple(each.to(device) for each in place)])
-        for (length, _), token, log_probs in zip(part, x0[place].tolist(), logits.float().log_softmax(-1).cpu()):
+        for (length, _), token, log_probs in zip(
+            part, x0[place].tolist(), logits.float().log_softmax(-1).cpu()
+        ):
             scores[length] += float(log_probs[token])
     return max(scores, key=lambda length: (scores[length], -length))
 
@@ -250,13 +304,21 @@ def find_neighbors(layout: Layout, number: int) -> list[int]:
 
 
 def choose_sampler(
-    name: str | None, steps: int | None, options: Mapping[str, Any], *, is_causal: bool, fills: bool, hidden: int
+    name: str | None,
+    steps: int | None,
+    options: Mapping[str, Any],
+    *,
+    is_causal: bool,
+    fills: bool,
+    hidden: int,
 ) -> tuple[Plan | Order | None, dict[str, Any]]:
     """Build a sampler and return its settings too. The default for holes is confidence."""
     if is_causal:
         if name not in (None, "left_to_right") or steps is not None or options:
             given = name or ", ".join(["steps"] * (steps is not None) + list(options))
-            raise ValueError(f"a causal model generates from left to right, a token a step: leave {given} out")
+            raise ValueError(
+                f"a causal model generates from left to right, a token a step: leave {given} out"
+            )
         return None, {"sampler": "left_to_right"}
     name = name or (INFILL_SAMPLER if fills else DEFAULT_SAMPLER)
     own = inspect.signature(look_up(SAMPLERS, name, "sampler")).parameters

@@ -28,9 +28,24 @@ from adlm.likelihood import TokenNats, estimate_token_nats
 from adlm.methods import METHODS, look_up
 from adlm.remedies import suggest_names
 from adlm.text import generation
-from adlm.text.generation import GenerationConfig, GenerationRequest, GenerationSettings, RowFormat, Templates
+from adlm.text.generation import (
+    GenerationConfig,
+    GenerationRequest,
+    GenerationSettings,
+    RowFormat,
+    Templates,
+)
 from adlm.text.templates import WORD, Layout, Template, classify_tokens
-from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+from adlm.view.trajectory import (
+    GIVEN,
+    HIDDEN,
+    REMASKED,
+    REVEALED,
+    VISIBLE,
+    TokenState,
+    Trajectory,
+    TrajectoryFrame,
+)
 
 Prompts = str | Sequence[str]
 MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
@@ -58,7 +73,9 @@ class GeneratedRow:
 class GenerationOutput(list[str]):
     """A list of texts, `n` for every prompt or template one after the other, and what they took."""
 
-    def __init__(self, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]
+    ) -> None:
         super().__init__(row.text for row in rows)
         self.rows, self.seconds, self.settings = list(rows), seconds, settings
         self.nfe_each = [row.nfe for row in rows]
@@ -73,7 +90,10 @@ class GenerationOutput(list[str]):
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        return {name: getattr(self, name) for name in ("texts", "nfe", "seconds", "settings", "nfe_each")}
+        return {
+            name: getattr(self, name)
+            for name in ("texts", "nfe", "seconds", "settings", "nfe_each")
+        }
 
 
 @dataclass(frozen=True)
@@ -108,7 +128,9 @@ class StreamStep:
     frame: Frame
     layouts: tuple[Layout, ...]
     guesses: Guesses | None = None
-    states: dict[int, tuple[TokenState, ...]] = field(default_factory=dict, repr=False)  # drawn so far, by row
+    states: dict[int, tuple[TokenState, ...]] = field(
+        default_factory=dict, repr=False
+    )  # drawn so far, by row
 
     @property
     def texts(self) -> list[str]:
@@ -137,10 +159,19 @@ class StreamStep:
             if masked[position]:
                 state = REMASKED if changed[position] else HIDDEN
             else:
-                state = GIVEN if layout.is_fixed[position] else REVEALED if changed[position] else VISIBLE
+                state = (
+                    GIVEN
+                    if layout.is_fixed[position]
+                    else REVEALED
+                    if changed[position]
+                    else VISIBLE
+                )
             guesses: list[tuple[str, float]] = []
             if self.guesses is not None and masked[position]:
-                names = [layout.tokenizer.decode([token]) for token in self.guesses.tokens[row, position].tolist()]
+                names = [
+                    layout.tokenizer.decode([token])
+                    for token in self.guesses.tokens[row, position].tolist()
+                ]
                 if layout.kinds[position] == WORD:  # the blank before it is given
                     names = [name.removeprefix(" ") for name in names]
                 guesses = list(zip(names, self.guesses.probs[row, position].tolist(), strict=True))
@@ -152,16 +183,33 @@ class LMEngine:
     """A model that runs generation requests; `LM` adds the methods for users."""
 
     def __init__(
-        self, loaded: checkpoint.LoadedModel, name: str, *, device: str = "auto", deterministic: bool = False
+        self,
+        loaded: checkpoint.LoadedModel,
+        name: str,
+        *,
+        device: str = "auto",
+        deterministic: bool = False,
     ) -> None:
         if loaded.tokenizer is None:
             remedy = "copy the one that its data was prepared with (`adlm prepare` writes it into the data's folder)"
             remedy += ", or convert a .ckpt with --tokenizer"
-            raise ValueError(f"{name} has no tokenizer.json, so its tokens cannot be read as text: {remedy}")
-        self.model, self.tokenizer, config = loaded.model.eval(), loaded.tokenizer, loaded.model.config
-        method, largest, problem = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id, ""
+            raise ValueError(
+                f"{name} has no tokenizer.json, so its tokens cannot be read as text: {remedy}"
+            )
+        self.model, self.tokenizer, config = (
+            loaded.model.eval(),
+            loaded.tokenizer,
+            loaded.model.config,
+        )
+        method, largest, problem = (
+            look_up(METHODS, loaded.method, "method"),
+            self.tokenizer.max_id,
+            "",
+        )
         if config.is_causal and self.tokenizer.bos_id is None:
-            problem = "its tokenizer has no BOS token, which a causal model reads first: name bos_token, "
+            problem = (
+                "its tokenizer has no BOS token, which a causal model reads first: name bos_token, "
+            )
             problem += "or use `adlm reason ask` if it was trained to reason"
         elif not config.is_causal and config.mask_id != self.tokenizer.mask_id:
             problem = f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
@@ -180,44 +228,76 @@ class LMEngine:
     def predictor(self) -> Predictor:
         """The model, prepared for sampling."""
         fixed_batch = generation.DEFAULT_BATCH if self.deterministic else None
-        return compile_for_sampling(self.model, self.device, fixed_batch=fixed_batch, is_compiled=False)
+        return compile_for_sampling(
+            self.model, self.device, fixed_batch=fixed_batch, is_compiled=False
+        )
 
     def build_request(
-        self, prompt: Prompts = "", *, template: Templates | None = None, **settings: Unpack[GenerationSettings]
+        self,
+        prompt: Prompts = "",
+        *,
+        template: Templates | None = None,
+        **settings: Unpack[GenerationSettings],
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
         config, is_causal = GenerationConfig.from_settings(settings), self.row_format.is_causal
         sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
         if is_causal and config.block is not None:
-            raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
+            raise ValueError(
+                f"block={config.block}: a causal model generates from left to right; leave block out"
+            )
         given = config.sampler, config.steps, config.options
-        choose = partial(generation.choose_sampler, *given, is_causal=is_causal, fills=template is not None)
+        choose = partial(
+            generation.choose_sampler, *given, is_causal=is_causal, fills=template is not None
+        )
         choose(hidden=1)  # raises before a network chooses the lengths of holes
         if template is None:
             lengths = config.length, config.max_new_tokens
-            layouts = [self.row_format.layout_prompt(text, *lengths) for text in generation.as_list(prompt)]
+            layouts = [
+                self.row_format.layout_prompt(text, *lengths) for text in generation.as_list(prompt)
+            ]
         elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
-            raise ValueError("a template sets all positions: leave prompt, length and max_new_tokens out")
+            raise ValueError(
+                "a template sets all positions: leave prompt, length and max_new_tokens out"
+            )
         else:
             predictor = partial(getattr, self, "predictor")  # made when a length is to be chosen
             templates = generation.as_list(template, "template")
             layouts = [self.row_format.layout_template(each, predictor) for each in templates]
         if not layouts:
-            raise ValueError("there is nothing to generate: give a prompt (it may be empty) or a template, or a list")
-        sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
+            raise ValueError(
+                "there is nothing to generate: give a prompt (it may be empty) or a template, or a list"
+            )
+        sampler, sampler_settings = choose(
+            hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts)
+        )
         described = {"model": self.name, "method": self.method, **sampler_settings}
-        described |= {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "seed", "n", "block")}
+        described |= {
+            name: getattr(config, name)
+            for name in ("temperature", "top_p", "top_k", "seed", "n", "block")
+        }
         described |= {"device": str(self.device)}
-        described |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
+        described |= {
+            "length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)
+        }
         return GenerationRequest(layouts, config, sampler, sampling, described)
 
     def run_request(self, request: GenerationRequest, start: int = 0) -> GenerationOutput:
         """Generate a request's texts from number `start` on, a batch at a time."""
-        started, todo, rows, batch = time.perf_counter(), request.rows[start:], [], request.config.batch
+        started, todo, rows, batch = (
+            time.perf_counter(),
+            request.rows[start:],
+            [],
+            request.config.batch,
+        )
         for first in range(0, len(todo), batch):
             part = todo[first : first + batch]
-            (frame,) = deque(denoise_rows(self.predictor, request, part), maxlen=1)  # keeps no other
-            for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
+            (frame,) = deque(
+                denoise_rows(self.predictor, request, part), maxlen=1
+            )  # keeps no other
+            for (layout, _), ids, nfe in zip(
+                part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True
+            ):
                 rows.append(GeneratedRow(layout, ids[: len(layout)], nfe))
         return GenerationOutput(rows, time.perf_counter() - started, request.settings)
 
@@ -226,13 +306,17 @@ class LMEngine:
     ) -> Iterator[StreamStep]:
         """Yield the first `count` texts (by default all) after every step, in one batch; step 0 is before the first."""
         if not 0 <= guesses <= (known := int((~classify_tokens(self.tokenizer).special).sum())):
-            raise ValueError(f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}")
+            raise ValueError(
+                f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}"
+            )
         rows, guesses = request.rows[:count], 0 if self.row_format.is_causal else guesses
 
         def iterate() -> Iterator[StreamStep]:
             step, layouts = None, tuple(layout for layout, _ in rows)
             for frame in denoise_rows(self.predictor, request, rows, with_start=True):
-                if step is not None and frame.changed is step.frame.changed:  # nothing changed, nor in the step before
+                if (
+                    step is not None and frame.changed is step.frame.changed
+                ):  # nothing changed, nor in the step before
                     step = replace(step, step=frame.step, frame=frame)
                 else:
                     guessed = predict_guesses(self.predictor, frame, layouts, guesses)
@@ -246,10 +330,17 @@ class LMEngine:
     ) -> TokenNats:
         """Estimate the nats of the scored tokens of rows, with the draws, seed and batch of `settings`."""
         is_entropy = METHODS[self.method].score_entropy
-        return estimate_token_nats(self.model.to(self.device), rows, is_scored, score_entropy=is_entropy, **settings)
+        return estimate_token_nats(
+            self.model.to(self.device), rows, is_scored, score_entropy=is_entropy, **settings
+        )
 
     def build_trajectory(
-        self, frames: Sequence[TrajectoryFrame], request: GenerationRequest, *, title: str = "", seconds: float = 0.0
+        self,
+        frames: Sequence[TrajectoryFrame],
+        request: GenerationRequest,
+        *,
+        title: str = "",
+        seconds: float = 0.0,
     ) -> Trajectory:
         """Collect the frames of a request's first text."""
         guesser = "anchor network" if self.model.anchor is not None else "network"
@@ -271,12 +362,16 @@ class LM(LMEngine):
         return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
     @generation.list_settings
-    def generate(self, prompt: Prompts = "", **settings: Unpack[GenerationSettings]) -> GenerationOutput:
+    def generate(
+        self, prompt: Prompts = "", **settings: Unpack[GenerationSettings]
+    ) -> GenerationOutput:
         """Generate `n` texts that begin with the prompt, or with each of several prompts."""
         return self.run_request(self.build_request(prompt, **settings))
 
     @generation.list_settings
-    def infill(self, template: Templates, **settings: Unpack[GenerationSettings]) -> GenerationOutput:
+    def infill(
+        self, template: Templates, **settings: Unpack[GenerationSettings]
+    ) -> GenerationOutput:
         """Fill the holes of templates such as "The ___ sat on the ___{2}."; the settings are those of `generate`
         without lengths."""
         return self.run_request(self.build_request(template=template, **settings))
@@ -291,7 +386,9 @@ class LM(LMEngine):
         **settings: Unpack[GenerationSettings],
     ) -> Iterator[StreamStep]:
         """Yield the texts of `generate` or `infill` after every step, with the anchor network's likeliest tokens."""
-        return self.stream_request(self.build_request(prompt, template=template, **settings), guesses)
+        return self.stream_request(
+            self.build_request(prompt, template=template, **settings), guesses
+        )
 
     @generation.list_settings
     def record(
@@ -309,22 +406,42 @@ class LM(LMEngine):
             raise ValueError(f"n is {request.config.n}: one text is recorded; leave n out")
         started = time.perf_counter()
         frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
-        return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)
+        return self.build_trajectory(
+            frames, request, title=title, seconds=time.perf_counter() - started
+        )
 
-    def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
+    def score(
+        self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64
+    ) -> list[Score]:
         """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte."""
         generation.check_whole_numbers(1, draws=draws, batch=batch)
         generation.check_whole_numbers(0, seed=seed)
-        if not (layouts := [self.row_format.layout_text(text) for text in generation.as_list(texts)]):
+        if not (
+            layouts := [self.row_format.layout_text(text) for text in generation.as_list(texts)]
+        ):
             raise ValueError("there is no text to score: give one, or a list of them")
         if draws < 2 and not self.row_format.is_causal:
-            raise ValueError(f"draws must be at least 2, or there is no standard error; got {draws}: 64 is usual")
-        is_scored = [[any(x.start <= i < x.end for x in row.spans) for i in range(len(row))] for row in layouts]
-        columns = self.estimate_nats([row.ids for row in layouts], is_scored, draws=draws, seed=seed, batch=batch)
+            raise ValueError(
+                f"draws must be at least 2, or there is no standard error; got {draws}: 64 is usual"
+            )
+        is_scored = [
+            [any(x.start <= i < x.end for x in row.spans) for i in range(len(row))]
+            for row in layouts
+        ]
+        columns = self.estimate_nats(
+            [row.ids for row in layouts], is_scored, draws=draws, seed=seed, batch=batch
+        )
         scores = []
-        for layout, nats, error, is_exact in zip(layouts, *(each.tolist() for each in columns), strict=True):
-            tokens, size = len(layout.spans[0].texts or ()), len(layout.spans[0].text.encode("utf-8"))
-            scores.append(Score(nats / tokens, error / tokens, tokens, nats / math.log(2) / size, is_exact))
+        for layout, nats, error, is_exact in zip(
+            layouts, *(each.tolist() for each in columns), strict=True
+        ):
+            tokens, size = (
+                len(layout.spans[0].texts or ()),
+                len(layout.spans[0].text.encode("utf-8")),
+            )
+            scores.append(
+                Score(nats / tokens, error / tokens, tokens, nats / math.log(2) / size, is_exact)
+            )
         return scores
 
     def save(self, folder: str | Path) -> Path:
@@ -335,7 +452,9 @@ class LM(LMEngine):
 def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens (B, L) of rows on a device and, on the host, which are fixed (padding is) and their kinds."""
     stack = partial(pad_sequence, batch_first=True)
-    pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
+    pad_id = int(
+        layouts[0].tokenizer.mask_id == 0
+    )  # nothing reads padding, but it must not look hidden
     xt = stack([torch.tensor(layout.ids) for layout in layouts], padding_value=pad_id).to(device)
     is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
     return xt, is_fixed, stack([torch.tensor(layout.kinds) for layout in layouts])
@@ -367,12 +486,16 @@ def denoise_rows(
     )
     if not with_start:
         return frames
-    start = Frame(0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64))
+    start = Frame(
+        0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64)
+    )
     return chain([start], frames)
 
 
 @torch.no_grad()
-def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count: int) -> Guesses | None:
+def predict_guesses(
+    predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count: int
+) -> Guesses | None:
     """Predict the likeliest tokens of a frame with the anchor network (one stage: the network), not counted as NFE."""
     if count == 0:
         return None
@@ -386,7 +509,9 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
     else:
         features, head = model.anchor_features(tokens, level, valid=padding), model.anchor_head
     special = classify_tokens(layouts[0].tokenizer).special
-    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(tokens.device)
+    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(
+        tokens.device
+    )
     best = [
         head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
         for part in features.flatten(0, 1).split(MAX_POSITIONS)
@@ -397,19 +522,27 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
 
 
 def load(
-    model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool | None = None
+    model: str | Path = DEFAULT,
+    *,
+    device: str = "auto",
+    deterministic: bool = False,
+    verify: bool | None = None,
 ) -> LM:
     """Load a trained model: a bundled one by name, a run or checkpoint folder, or a checkpoint of the lineage by path
     or OWNER/NAME on the Hub (docs/convert.md). On a GPU a seed gives one text only if `deterministic`: every evaluation
     then has the same number of rows."""
     path = find_model(model)
-    loaded = load_lineage(path)[0] if is_lineage(path) else checkpoint.load_model(path, verify=verify)
+    loaded = (
+        load_lineage(path)[0] if is_lineage(path) else checkpoint.load_model(path, verify=verify)
+    )
     return LM(loaded, str(model), device=device, deterministic=deterministic)
 
 
 def find_model(model: str | Path) -> Path:
     """Return the folder of a bundled model, a run's latest checkpoint or another model, or a checkpoint's file."""
-    folder = find_bundled_model(str(model)) if str(model) in MODELS else Path(model)  # ./NAME is a folder of that name
+    folder = (
+        find_bundled_model(str(model)) if str(model) in MODELS else Path(model)
+    )  # ./NAME is a folder of that name
     if not folder.exists() and HUB_NAME.fullmatch(str(model)):
         folder = download_model(str(model))
     if folder.suffix == ".ckpt" and folder.is_file():

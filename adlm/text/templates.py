@@ -22,7 +22,10 @@ MAX_HOLE_TOKENS = 12  # of a hole whose length the model chooses
 BLOCK = "░"
 TEXT, WORD, ENDED = range(3)  # kinds of positions: text; the first token of a word; text or its end
 CONTEXT = 4  # tokens before another that decide whether its text has a blank
-SPACED, CONTINUED = ("Ġ", "▁"), "##"  # marks of vocabularies: a blank before a word; the continuation of a word
+SPACED, CONTINUED = (
+    ("Ġ", "▁"),
+    "##",
+)  # marks of vocabularies: a blank before a word; the continuation of a word
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,13 @@ class Hole:
     def __post_init__(self) -> None:
         low, high = self.min_tokens, self.max_tokens
         if low < 1:
-            raise ValueError(f"a hole has at least 1 token, got {self}: remove the hole if it should be empty")
+            raise ValueError(
+                f"a hole has at least 1 token, got {self}: remove the hole if it should be empty"
+            )
         if high < low:
-            raise ValueError(f"a hole's min_tokens is above its max_tokens in {self}: write {Hole(high, low)}")
+            raise ValueError(
+                f"a hole's min_tokens is above its max_tokens in {self}: write {Hole(high, low)}"
+            )
 
     @classmethod
     def of_length(cls, length: int) -> Self:
@@ -58,7 +65,9 @@ def parse_template(template: Template) -> Pieces:
     joined: list[str | Hole] = []
     for piece in _split_template(template) if isinstance(template, str) else template:
         if not isinstance(piece, str | Hole):
-            raise ValueError(f"a template is a string, or a list of strings and Holes; it holds {piece!r}")
+            raise ValueError(
+                f"a template is a string, or a list of strings and Holes; it holds {piece!r}"
+            )
         if isinstance(piece, Hole):
             joined.append(piece)
         elif joined and isinstance(last := joined[-1], str):
@@ -85,7 +94,9 @@ def _split_template(template: str) -> Iterator[str | Hole]:
 def set_hole_lengths(pieces: Pieces, lengths: Sequence[int]) -> Pieces:
     """Replace each hole by one of the given length."""
     left = iter(lengths)
-    return tuple(Hole.of_length(next(left)) if isinstance(piece, Hole) else piece for piece in pieces)
+    return tuple(
+        Hole.of_length(next(left)) if isinstance(piece, Hole) else piece for piece in pieces
+    )
 
 
 class TokenClasses(NamedTuple):
@@ -93,7 +104,9 @@ class TokenClasses(NamedTuple):
 
     special: Tensor  # (V,): no text: marks, the mask, ids without a token
     banned: Tensor  # (kinds, V): what may not be at a position of each kind
-    joins_blanks: bool  # whether a word includes the blank before it, or continuations are marked instead
+    joins_blanks: (
+        bool  # whether a word includes the blank before it, or continuations are marked instead
+    )
     is_continued: bool  # whether continuations of a word are marked
 
 
@@ -101,10 +114,14 @@ class TokenClasses(NamedTuple):
 def classify_tokens(tokenizer: Tokenizer) -> TokenClasses:
     """Classify a tokenizer's tokens."""
     marks = {i for i, token in tokenizer.bpe.get_added_tokens_decoder().items() if token.special}
-    marks |= {tokenizer.mask_id} | {i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None}
+    marks |= {tokenizer.mask_id} | {
+        i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None
+    }
     names = [tokenizer.bpe.id_to_token(i) or "" for i in range(tokenizer.vocab_size)]
     special = torch.tensor([name == "" or i in marks for i, name in enumerate(names)])
-    spaced = torch.tensor([name.startswith(SPACED) and name[1:2] not in ("", *SPACED) for name in names])
+    spaced = torch.tensor(
+        [name.startswith(SPACED) and name[1:2] not in ("", *SPACED) for name in names]
+    )
     # In a vocabulary that marks blanks, such a token is a run of hashes.
     continued = torch.tensor([name.startswith(CONTINUED) for name in names]) & ~spaced.any()
     ended = special.clone()
@@ -112,7 +129,9 @@ def classify_tokens(tokenizer: Tokenizer) -> TokenClasses:
         ended[tokenizer.eos_id] = False
     word = special | (~spaced if bool(spaced.any()) else continued)
     joins_blanks = bool((spaced | continued).any())
-    return TokenClasses(special, torch.stack([special, word, ended]), joins_blanks, bool(continued.any()))
+    return TokenClasses(
+        special, torch.stack([special, word, ended]), joins_blanks, bool(continued.any())
+    )
 
 
 @dataclass(frozen=True)
@@ -149,24 +168,37 @@ class Layout:
         EOS and padding add nothing.
         """
         for span in self.spans:
-            positions: Iterable[int | None] = range(span.start, span.end) if span.end > span.start else (None,)
-            yield from zip(positions, self.decode_hole(span, ids) if span.texts is None else span.texts)
+            positions: Iterable[int | None] = (
+                range(span.start, span.end) if span.end > span.start else (None,)
+            )
+            yield from zip(
+                positions, self.decode_hole(span, ids) if span.texts is None else span.texts
+            )
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
         """Return the text by piece, and whether each is given; hidden tokens add nothing."""
         return [
-            ("".join(text or "" for text in span.texts or self.decode_hole(span, ids)), span.texts is not None)
+            (
+                "".join(text or "" for text in span.texts or self.decode_hole(span, ids)),
+                span.texts is not None,
+            )
             for span in self.spans
         ]
 
     def decode_hole(self, span: Span, ids: Sequence[int]) -> list[str | None]:
         """Return what each token of a hole adds to the text; a blank that is given before it is not repeated."""
-        mask_id, eos_id, tokens = self.tokenizer.mask_id, self.tokenizer.eos_id, list(ids[span.start : span.end])
+        mask_id, eos_id, tokens = (
+            self.tokenizer.mask_id,
+            self.tokenizer.eos_id,
+            list(ids[span.start : span.end]),
+        )
         texts: list[str | None] = [None if token == mask_id else "" for token in tokens]
         stop = span.end
         if self.may_end and span is self.spans[-1] and eos_id in tokens:
             stop = span.start + tokens.index(eos_id)
-        for is_hidden, run in groupby(range(span.start, stop), key=lambda position: ids[position] == mask_id):
+        for is_hidden, run in groupby(
+            range(span.start, stop), key=lambda position: ids[position] == mask_id
+        ):
             if is_hidden:
                 continue
             start, end = (positions := list(run))[0], positions[-1] + 1
@@ -182,10 +214,14 @@ class Layout:
         return "".join(BLOCK if text is None else text for _, text in self.parts(ids))
 
 
-def build_layout(pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may_end: bool = False) -> Layout:
+def build_layout(
+    pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may_end: bool = False
+) -> Layout:
     """Lay pieces, each hole of one length, out as a row; with `may_end` it may end inside a hole that is its last."""
     spans: list[Span] = []
-    rows: list[tuple[int, bool, int]] = []  # each position's token, whether it is fixed, and its kind
+    rows: list[
+        tuple[int, bool, int]
+    ] = []  # each position's token, whether it is fixed, and its kind
     if tokenizer.bos_id is not None:
         rows.append((tokenizer.bos_id, True, TEXT))
     starts_word = False
@@ -193,13 +229,17 @@ def build_layout(pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may
         start, is_last = len(rows), number == len(pieces) - 1
         if isinstance(piece, Hole):
             assert piece.min_tokens == piece.max_tokens, f"{piece} has no length yet"
-            rows += [(tokenizer.mask_id, False, ENDED if may_end and is_last else TEXT)] * piece.min_tokens
+            rows += [
+                (tokenizer.mask_id, False, ENDED if may_end and is_last else TEXT)
+            ] * piece.min_tokens
             if starts_word:
                 rows[start] = tokenizer.mask_id, False, WORD
             starts_word = False
             spans.append(Span(start, len(rows)))
             continue
-        starts_word = not is_last and piece.endswith(" ") and classify_tokens(tokenizer).joins_blanks
+        starts_word = (
+            not is_last and piece.endswith(" ") and classify_tokens(tokenizer).joins_blanks
+        )
         tokens, texts = tokenize_piece(tokenizer, piece, len(piece) - starts_word)
         rows += [(token, True, TEXT) for token in tokens]
         spans.append(Span(start, len(rows), tuple(texts)))
@@ -209,15 +249,21 @@ def build_layout(pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may
     return Layout(tokenizer, tuple(spans), ids, is_fixed, kinds, may_end)
 
 
-def tokenize_piece(tokenizer: Tokenizer, text: str, stop: int | None = None) -> tuple[list[int], list[str]]:
+def tokenize_piece(
+    tokenizer: Tokenizer, text: str, stop: int | None = None
+) -> tuple[list[int], list[str]]:
     """Return the tokens of a text up to `stop`, and what each adds: joined they are the whole text, byte for byte."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         problem = f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair"
-        raise ValueError(f"{problem}: decode the text with errors='replace', or leave it out") from error
+        raise ValueError(
+            f"{problem}: decode the text with errors='replace', or leave it out"
+        ) from error
     encoding = tokenizer.bpe.encode(text[:stop], add_special_tokens=False)
-    ends = accumulate((end for _, end in encoding.offsets[:-1]), max)  # ends of one character's tokens repeat
+    ends = accumulate(
+        (end for _, end in encoding.offsets[:-1]), max
+    )  # ends of one character's tokens repeat
     return encoding.ids, [text[a:b] for a, b in pairwise([0, *ends, len(text)])] if text else []
 
 

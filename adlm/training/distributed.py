@@ -63,7 +63,9 @@ class DistributedContext:
     local_rank: int = 0  # on this node
     local_world_size: int = 1  # processes of this node
     host_group: dist.ProcessGroup | None = None  # gloo, for small values in host memory
-    checkpoint_group: dist.ProcessGroup | None = None  # gloo, for the thread that writes checkpoints
+    checkpoint_group: dist.ProcessGroup | None = (
+        None  # gloo, for the thread that writes checkpoints
+    )
 
     @property
     def is_main(self) -> bool:
@@ -109,7 +111,9 @@ def init_distributed(device: str) -> Iterator[DistributedContext]:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = pick_device(device, local_rank)
     if not dist.is_torchelastic_launched():
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # each process would write the whole run into the same folder
+        if (
+            int(os.environ.get("WORLD_SIZE", 1)) > 1
+        ):  # each process would write the whole run into the same folder
             raise ValueError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but this process was not started by torchrun: start it with "
                 "torchrun --nproc-per-node N -m adlm train …, or unset WORLD_SIZE for a run of one process"
@@ -123,9 +127,13 @@ def init_distributed(device: str) -> Iterator[DistributedContext]:
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
     try:
-        host_group, checkpoint_group = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
+        host_group, checkpoint_group = (
+            dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)
+        )
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        yield DistributedContext(chosen, rank, world_size, local_rank, local_world_size, host_group, checkpoint_group)
+        yield DistributedContext(
+            chosen, rank, world_size, local_rank, local_world_size, host_group, checkpoint_group
+        )
     finally:
         dist.destroy_process_group()
 
@@ -150,7 +158,9 @@ def rendezvous_prefix(store: dist.Store, rank: int, world_size: int) -> str:
             if store.check([f"adlm/confirmed/{prefix}/{other}" for other in range(world_size)]):
                 return prefix
         time.sleep(0.02)
-    raise TimeoutError(f"not all of {world_size} processes joined within {TIMEOUT}: look for errors of the others")
+    raise TimeoutError(
+        f"not all of {world_size} processes joined within {TIMEOUT}: look for errors of the others"
+    )
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,9 @@ class ParallelModel:
     module: nn.Module  # to call
     model: LanguageModel  # has the parameters (sharded, with fsdp)
     kind: str
-    host_mesh: DeviceMesh | None = None  # the mesh of sharded weights on the CPU, for copies in host memory
+    host_mesh: DeviceMesh | None = (
+        None  # the mesh of sharded weights on the CPU, for copies in host memory
+    )
 
     def eval_loss(self, batch: NoisyBatch) -> Loss:
         """Compute a loss that no backward follows; FSDP's weights are resharded, as a backward would do."""
@@ -172,18 +184,28 @@ class ParallelModel:
     def no_sync(self) -> AbstractContextManager[Any]:
         """A context for all micro-batches but the last: DDP then reduces gradients once. FSDP always reduces them,
         because unsharded gradients may not fit."""
-        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+        return (
+            self.module.no_sync()
+            if isinstance(self.module, DistributedDataParallel)
+            else nullcontext()
+        )
 
 
-def parallelize(learner: LossModule, context: DistributedContext, settings: ParallelSettings) -> ParallelModel:
+def parallelize(
+    learner: LossModule, context: DistributedContext, settings: ParallelSettings
+) -> ParallelModel:
     """Wrap a loss module for the processes of a run, and checkpoint its activations if the settings say so."""
     kind, world_size = settings.kind, context.world_size
     if kind == "auto":
         kind = "ddp" if world_size > 1 else "none"
     if kind == "none" and world_size > 1:
-        raise ValueError(f"parallel.kind=none, but torchrun started {world_size} processes: use ddp, fsdp or hsdp")
+        raise ValueError(
+            f"parallel.kind=none, but torchrun started {world_size} processes: use ddp, fsdp or hsdp"
+        )
     if kind != "none" and context.host_group is None:
-        raise ValueError(f"parallel.kind={kind} needs torchrun: torchrun --nproc-per-node N -m adlm train …")
+        raise ValueError(
+            f"parallel.kind={kind} needs torchrun: torchrun --nproc-per-node N -m adlm train …"
+        )
     layers = [module for module in learner.modules() if isinstance(module, Layer)]
     if settings.checkpoint_activations:
         for layer in layers:  # on the instance, so that names and parameters do not change
@@ -196,9 +218,17 @@ def parallelize(learner: LossModule, context: DistributedContext, settings: Para
         return ParallelModel(wrapped, learner.model, kind)
     shard = settings.shard or context.local_world_size
     if kind == "hsdp" and world_size % shard:
-        raise ValueError(f"parallel.shard={shard} does not divide the {world_size} processes: use a divisor")
-    sizes = {"shard": world_size} if kind == "fsdp" else {"replicate": world_size // shard, "shard": shard}
-    build_mesh = partial(init_device_mesh, mesh_shape=tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        raise ValueError(
+            f"parallel.shard={shard} does not divide the {world_size} processes: use a divisor"
+        )
+    sizes = (
+        {"shard": world_size}
+        if kind == "fsdp"
+        else {"replicate": world_size // shard, "shard": shard}
+    )
+    build_mesh = partial(
+        init_device_mesh, mesh_shape=tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )
     mesh = build_mesh(context.device.type)
     for layer in layers:
         fully_shard(layer, mesh=mesh)

@@ -14,7 +14,9 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
         self.decay, self.updates = decay, 0
-        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.shadow = {
+            name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
+        }
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -22,7 +24,9 @@ class EMA:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         weights = dict(model.named_parameters())
-        torch._foreach_lerp_(list(self.shadow.values()), [weights[name] for name in self.shadow], 1 - decay)
+        torch._foreach_lerp_(
+            list(self.shadow.values()), [weights[name] for name in self.shadow], 1 - decay
+        )
 
     @contextmanager
     def swap_in(self, model: nn.Module) -> Iterator[None]:
@@ -48,5 +52,7 @@ class EMA:
         for name, average in self.shadow.items():
             full = weights[name].to(average.device)
             if isinstance(average, DTensor):
-                full = distribute_tensor(full, average.device_mesh, average.placements, src_data_rank=None)
+                full = distribute_tensor(
+                    full, average.device_mesh, average.placements, src_data_rank=None
+                )
             average.copy_(full)

@@ -52,7 +52,9 @@ class LossGuard:
             if deviation > 0 and loss > mean + self.spike * deviation:
                 limit = f"guard.spike={self.spike:g} standard deviations ({deviation:.2g})"
                 above = f"more than {limit} above the mean of the last {len(self.recent)} steps ({mean:.4g})"
-                raise Diverged(f"the loss at step {step} is {loss:.4g}, {above}", step, batch, is_spike=True)
+                raise Diverged(
+                    f"the loss at step {step} is {loss:.4g}, {above}", step, batch, is_spike=True
+                )
         self.recent.append(loss)
 
 
@@ -71,7 +73,10 @@ def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:
     path, batch = folder / "failures" / f"step-{error.step:08d}-process-{rank}", error.batch
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: getattr(batch, name) for name in ("tokens", "number", "place", "lengths")}
-    save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, path / "batch.safetensors")
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items() if t is not None},
+        path / "batch.safetensors",
+    )
     report = {"step": error.step, "error": str(error), "state": batch.state, "total": batch.total}
     write_json(path / "error.json", report)
     return path

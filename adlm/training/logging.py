@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 
 from adlm.data.batches import Batch
@@ -26,7 +33,9 @@ from adlm.training.guard import LossGuard
 from adlm.training.setup import TrainingTask
 from adlm.view.console import SafeConsole
 
-Record = dict[str, Any]  # "step", metrics ("train/loss", …) and "time"; only what is in "time" depends on the clock
+Record = dict[
+    str, Any
+]  # "step", metrics ("train/loss", …) and "time"; only what is in "time" depends on the clock
 WriteRecord = Callable[[Record], None]
 
 STEP_METRICS = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
@@ -82,10 +91,16 @@ def read_metrics(path: Path | str) -> list[Record]:
 def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by name ("time/seconds", …), without the step."""
     flat = {**record, **{f"time/{name}": value for name, value in record.get("time", {}).items()}}
-    return {name: value for name, value in flat.items() if name != "step" and isinstance(value, int | float)}
+    return {
+        name: value
+        for name, value in flat.items()
+        if name != "step" and isinstance(value, int | float)
+    }
 
 
-def open_tracker(name: str, folder: Path, config: Record, step: int = 0) -> AbstractContextManager[WriteRecord]:
+def open_tracker(
+    name: str, folder: Path, config: Record, step: int = 0
+) -> AbstractContextManager[WriteRecord]:
     """A context with a function that writes a record to a tracker; `step` is the checkpoint's that the run resumes."""
     open_by_name = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
     opened = look_up(open_by_name, name, "tracker")(folder, config, step)
@@ -98,7 +113,9 @@ def open_tensorboard(folder: Path, config: Record, step: int) -> Iterator[WriteR
     """Event files under folder/tensorboard; resuming removes the steps after the checkpoint."""
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=step + 1 if step else None) as writer:
+    with SummaryWriter(
+        log_dir=str(folder / "tensorboard"), purge_step=step + 1 if step else None
+    ) as writer:
         writer.add_text("config", f"**{folder.name}**\n\n```\n{json.dumps(config, indent=2)}\n```")
 
         def write(record: Record) -> None:
@@ -130,7 +147,12 @@ def open_trackio(folder: Path, config: Record, step: int) -> Iterator[WriteRecor
     """trackio's local database (TRACKIO_DIR); steps that a resumed run repeats appear twice."""
     import trackio
 
-    options: dict[str, Any] = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    options: dict[str, Any] = {
+        "resume": "allow",
+        "embed": False,
+        "auto_log_gpu": False,
+        "auto_log_cpu": False,
+    }
     opened = trackio.init(project=PROJECT, name=folder.name, config=config, **options)
     try:
         yield lambda record: opened.log(flatten_record(record), step=record["step"])
@@ -142,15 +164,21 @@ class RunLogger:
     """Logs a run to metrics.jsonl, trackers and the terminal; every rank has one, only rank 0 writes. `state` is
     that of the checkpoint that the run resumes from; `exit_stack` closes what is opened here."""
 
-    def __init__(self, task: TrainingTask, context: DistributedContext, exit_stack: ExitStack, state: Record) -> None:
+    def __init__(
+        self, task: TrainingTask, context: DistributedContext, exit_stack: ExitStack, state: Record
+    ) -> None:
         config = self.config = task.config
         self.context, self.seconds_before, step = context, state["seconds"], state["step"]
-        self.tokens_per_step = round(config.batch * (task.row_tokens or task.length))  # padding is not counted
+        self.tokens_per_step = round(
+            config.batch * (task.row_tokens or task.length)
+        )  # padding is not counted
         self.flops_per_token = flops_per_token(task.shape, length=task.length)
         self.peak_flops = peak_flops(get_device_name(context.device))
         self.start = self.last_log = time.perf_counter()
         self.first_step = self.last_step = step  # the last logged step
-        self.paused = self.stall = 0.0  # seconds since then: not spent training, spent waiting for data
+        self.paused = self.stall = (
+            0.0  # seconds since then: not spent training, spent waiting for data
+        )
         self.unread: list[StepMetrics] = []
         # What is not logged yet is saved in checkpoints, so that a resumed run logs the same means.
         self.values: list[list[float]] = state.get("window", [])
@@ -162,13 +190,20 @@ class RunLogger:
         if context.is_main:
             self.path.touch()
             cut_metrics(self.path, step)
-            trackers = [open_tracker(name, folder, asdict(config), step) for name in config.log.track]
+            trackers = [
+                open_tracker(name, folder, asdict(config), step) for name in config.log.track
+            ]
             self.trackers = [exit_stack.enter_context(tracker) for tracker in trackers]
         self.console = SafeConsole(quiet=not (context.is_main and config.log.show))
-        self.has_bar, self.last_line = self.console.is_terminal and not self.console.quiet, -math.inf
+        self.has_bar, self.last_line = (
+            self.console.is_terminal and not self.console.quiet,
+            -math.inf,
+        )
         columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-        self.bar = exit_stack.enter_context(Progress(*columns, console=self.console, disable=not self.has_bar))
+        self.bar = exit_stack.enter_context(
+            Progress(*columns, console=self.console, disable=not self.has_bar)
+        )
         self.task = self.bar.add_task("starting", total=config.steps, completed=step)
 
     def print(self, text: str) -> None:
@@ -215,14 +250,21 @@ class RunLogger:
         """Log the means since the last call, and the speed."""
         self.read()
         columns = zip(*self.values, strict=True)
-        means = {name: sum(column) / len(column) for name, column in zip(STEP_METRICS, columns, strict=True)}
+        means = {
+            name: sum(column) / len(column)
+            for name, column in zip(STEP_METRICS, columns, strict=True)
+        }
         now, stall = time.perf_counter(), self.stall
         self.values, self.stall = [], 0.0
         seconds = max(now - self.last_log - self.paused, 1e-9)
         speed = (metrics.step - self.last_step) * self.tokens_per_step / seconds
         self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
         peak = self.peak_flops
-        mfu = None if peak is None else speed * self.flops_per_token / (peak * self.context.world_size)
+        mfu = (
+            None
+            if peak is None
+            else speed * self.flops_per_token / (peak * self.context.world_size)
+        )
         record = {
             "step": metrics.step,
             **means,
@@ -230,16 +272,25 @@ class RunLogger:
             "anchor_weight": metrics.anchor_weight,
             "tokens": metrics.step * self.tokens_per_step,
             "epoch": metrics.batch.state["epoch"],
-            "time": {"seconds": self.seconds, "tokens_per_second": speed, "mfu": mfu, "stall": stall / seconds},
+            "time": {
+                "seconds": self.seconds,
+                "tokens_per_second": speed,
+                "mfu": mfu,
+                "stall": stall / seconds,
+            },
         }
         self.log(record)
         # The latest means are in the bar or, without a terminal, on a line every few seconds.
-        text = f"loss {means['train/loss']:.3f}  {speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.0%}")
+        text = f"loss {means['train/loss']:.3f}  {speed:,.0f} tokens/s" + (
+            "" if mfu is None else f", MFU {mfu:.0%}"
+        )
         self.bar.update(self.task, description=text)
         step, steps = metrics.step, self.config.steps
         if not self.has_bar and (now - self.last_line >= SECONDS_BETWEEN_LINES or step >= steps):
             self.last_line = now
-            left = timedelta(seconds=round((now - self.start) / (step - self.first_step) * (steps - step)))
+            left = timedelta(
+                seconds=round((now - self.start) / (step - self.first_step) * (steps - step))
+            )
             self.print(f"step {step:>7,} of {steps:,}  {text}  {left} left")
 
     def sync(self) -> None:
@@ -248,9 +299,17 @@ class RunLogger:
             fsync_path(self.path)
 
 
-def describe_run(task: TrainingTask, context: DistributedContext, kind: str, source: Path | None) -> str:
+def describe_run(
+    task: TrainingTask, context: DistributedContext, kind: str, source: Path | None
+) -> str:
     """Describe the model, the device, the data and the checkpoint that a run starts from."""
     config, size = task.config, f"{count_parameters(task.shape) / 1e6:.1f}M parameters"
     processes = "" if context.world_size == 1 else f" × {context.world_size} processes ({kind})"
-    start = f"\nresuming from {source}" if source else f"\nweights from {config.init}" if config.init else ""
+    start = (
+        f"\nresuming from {source}"
+        if source
+        else f"\nweights from {config.init}"
+        if config.init
+        else ""
+    )
     return f"{config.method}, {size}, on {get_device_name(context.device)}{processes}\n{task.description}{start}"

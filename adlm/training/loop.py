@@ -19,11 +19,22 @@ from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
 from adlm.models.language_model import LanguageModel
 from adlm.training import guard, setup
-from adlm.training.distributed import DistributedContext, ParallelModel, init_distributed, parallelize
+from adlm.training.distributed import (
+    DistributedContext,
+    ParallelModel,
+    init_distributed,
+    parallelize,
+)
 from adlm.training.ema import EMA
 from adlm.training.logging import RunLogger, StepMetrics, describe_run
 from adlm.training.objective import TrainingObjective
-from adlm.training.optim import build_optimizers, get_lr_multiplier, get_training_tensors, set_lr, step_optimizers
+from adlm.training.optim import (
+    build_optimizers,
+    get_lr_multiplier,
+    get_training_tensors,
+    set_lr,
+    step_optimizers,
+)
 
 
 def train_steps(
@@ -58,12 +69,18 @@ def train_steps(
         rows = batch.split(micro_batch or batch.total)
         return rows, [objective.corrupt(part, seed, step) for part in rows]
 
-    def prepare(step: int) -> tuple[Batch, Callable[[], tuple[Sequence[Batch], list[NoisyBatch]]], float]:
+    def prepare(
+        step: int,
+    ) -> tuple[Batch, Callable[[], tuple[Sequence[Batch], list[NoisyBatch]]], float]:
         """Read a step's batch and, in the background, start to corrupt it while the step before is launched."""
         start = time.perf_counter()
         batch = next(batches)
         stall = time.perf_counter() - start
-        corrupted = background.submit(corrupt, batch, step).result if in_background else partial(corrupt, batch, step)
+        corrupted = (
+            background.submit(corrupt, batch, step).result
+            if in_background
+            else partial(corrupt, batch, step)
+        )
         return batch, corrupted, stall
 
     background = ThreadPoolExecutor(1)  # its thread ends with the generator
@@ -71,14 +88,18 @@ def train_steps(
     for step in range(first_step, steps + 1):
         assert upcoming is not None
         batch, get_corrupted, stall = upcoming
-        rows, parts = get_corrupted()  # before `prepare`: reading may fork workers, and the thread must be idle then
+        rows, parts = (
+            get_corrupted()
+        )  # before `prepare`: reading may fork workers, and the thread must be idle then
         upcoming = prepare(step + 1) if step < steps else None
         tokens = torch.stack([part.tokens for part in parts]).sum(0)  # what the mean is over
         if batch.lengths is not None:  # otherwise every rank has as many
             tokens = context.all_reduce_sum(tokens) / context.world_size
         noisy = [replace(part, tokens=tokens).to(device) for part in parts]
         multiplier, anchor_weight = lr_multiplier(step), objective.anchor_weight(step, steps)
-        gamma = None if anchor_weight is None else torch.full((), anchor_weight, device=device)  # does not wait
+        gamma = (
+            None if anchor_weight is None else torch.full((), anchor_weight, device=device)
+        )  # does not wait
         set_lr(optimizers, multiplier)
         values = torch.zeros(4, device=device)
         for number, micro in enumerate(noisy):
@@ -93,16 +114,22 @@ def train_steps(
                     except FloatingPointError as error:
                         raise guard.Diverged(f"step {step}: {error}", step, batch) from error
                 loss.total.backward()  # inside seed_dropout: checkpointed activations repeat their dropout here
-            values[:3] += torch.stack([loss.total.detach(), loss.nll.detach(), loss.anchor.detach()])
+            values[:3] += torch.stack(
+                [loss.total.detach(), loss.nll.detach(), loss.anchor.detach()]
+            )
         values[3] = step_optimizers(parallel.model, optimizers, clip, ema, parallel.module)
         yield StepMetrics(step, values, multiplier, anchor_weight or 0.0, batch, stall)
 
 
 @contextmanager
-def seed_dropout(seed: int, step: int, rank: int, number: int, device: torch.device) -> Iterator[None]:
+def seed_dropout(
+    seed: int, step: int, rank: int, number: int, device: torch.device
+) -> Iterator[None]:
     """A context in which dropout follows from (seed, step, rank, micro-batch); the caller's generators do not move."""
     on_gpu = device.type == "cuda"
-    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + rank * 0x8CB92BA72F3D8DD7 + number
+    mixed = (
+        seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + rank * 0x8CB92BA72F3D8DD7 + number
+    )
     with torch.random.fork_rng([device] if on_gpu else []):
         (torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed)(mixed % 2**63)
         yield
@@ -118,7 +145,9 @@ class Run:
     valid: dict[str, float]  # val/nll, val/ppl, val/stderr, unigram/ppl
 
 
-def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any) -> Run:
+def train(
+    recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any
+) -> Run:
     """Train a model by a recipe; the same call resumes an interrupted run from its latest checkpoint.
 
     `train("recipes/cpu-nano.yaml", "data.path=DATA", folder="RUN", steps=1000)`; arguments as for `load_config`.
@@ -126,20 +155,32 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
     return run_training(load_config(recipe, *changes, **settings), setup.open_text_task)
 
 
-def run_training(config: Config, open_task: Callable[[Config, DistributedContext], setup.TrainingTask]) -> Run:
+def run_training(
+    config: Config, open_task: Callable[[Config, DistributedContext], setup.TrainingTask]
+) -> Run:
     """Train on a task: text, or the problems of adlm.reasoning."""
     if config.device == "mps":
-        raise ValueError("device 'mps' does not train: expected auto, cpu, cuda or cuda:N; use device=cpu")
+        raise ValueError(
+            "device 'mps' does not train: expected auto, cpu, cuda or cuda:N; use device=cpu"
+        )
     folder = Path(config.folder)
     latest = folder / "checkpoints" / checkpoint.LATEST
-    with init_distributed(config.device) as context, guard.catch_stop_signals() as signals, ExitStack() as exit_stack:
+    with (
+        init_distributed(config.device) as context,
+        guard.catch_stop_signals() as signals,
+        ExitStack() as exit_stack,
+    ):
         # Where we run: the device, its precision, and the rows of this process.
         device, on_gpu = context.device, context.device.type == "cuda"
         is_bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
         precision = torch.bfloat16 if is_bfloat16 else torch.float32
         if config.batch % context.world_size:
-            problem = f"batch={config.batch} must be a multiple of the {context.world_size} processes"
-            raise ValueError(f"{problem}: choose another batch, or start another number of processes")
+            problem = (
+                f"batch={config.batch} must be a multiple of the {context.world_size} processes"
+            )
+            raise ValueError(
+                f"{problem}: choose another batch, or start another number of processes"
+            )
         micro_batch = min(config.micro_batch or config.batch, config.batch // context.world_size)
 
         # What we train: the data, the model and its objective.
@@ -163,7 +204,13 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
         weights = ema.shadow if ema is not None else dict(model.named_parameters())  # for inference
 
         # From where: `state` is a plain dict, and with the tensors it is all that a checkpoint holds.
-        state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
+        state: dict[str, Any] = {
+            "step": 0,
+            "batches": None,
+            "valid": {},
+            "best": None,
+            "seconds": 0.0,
+        }
         state["init_sha256"] = init and init.sha256
         if source is not None:
             tensors = get_training_tensors(learner, optimizers)
@@ -171,7 +218,9 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             state = checkpoint.read_state(source)
             if ema is not None:
                 ema.load(checkpoint.read_weights(source), state["ema_updates"])
-            restored = setup.restore_data_state(state["batches"], context, is_stream=config.data.stream is not None)
+            restored = setup.restore_data_state(
+                state["batches"], context, is_stream=config.data.stream is not None
+            )
             try:
                 batches.load_state_dict(restored)
             except (TypeError, KeyError, AttributeError) as error:
@@ -192,7 +241,9 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             background=config.checkpoint.background,
             group=context.checkpoint_group,
         )
-        exit_stack.callback(writer.wait)  # after an error too, a checkpoint that was started is finished
+        exit_stack.callback(
+            writer.wait
+        )  # after an error too, a checkpoint that was started is finished
         logger = RunLogger(task, context, exit_stack, state)
         logger.print(describe_run(task, context, parallel.kind, source))
 
@@ -214,7 +265,10 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             def write() -> str:
                 averaged = LanguageModel(shape)
                 averaged.load_state_dict(checkpoint.restore_tied_head(gathered, averaged))
-                text, path = task.sample(averaged.to(device)), folder / "samples" / f"step-{step:08d}.txt"
+                text, path = (
+                    task.sample(averaged.to(device)),
+                    folder / "samples" / f"step-{step:08d}.txt",
+                )
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(text + "\n", "utf-8")
                 return f"step {step:,}: {path}: {' '.join(text.split())[:160]}…"
@@ -228,14 +282,18 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             is_best = valid.get("step") == step and valid[task.best_metric] < best
             if is_best:
                 state["best"] = valid[task.best_metric]
-            state.update(step=step, batches=context.all_gather(metrics.batch.state), seconds=logger.seconds)
+            state.update(
+                step=step, batches=context.all_gather(metrics.batch.state), seconds=logger.seconds
+            )
             state.update(ema_updates=ema.updates if ema else 0)
             state.update(window=list(logger.values), recent=list(logger.guard.recent))
             logger.sync()
             writer.wait()  # at most one snapshot in host memory
             inference = checkpoint.copy_to_host(weights, is_main=context.is_main)
             training = get_training_tensors(learner, optimizers)
-            training = checkpoint.copy_to_host(training, is_main=context.is_main, host_mesh=parallel.host_mesh)
+            training = checkpoint.copy_to_host(
+                training, is_main=context.is_main, host_mesh=parallel.host_mesh
+            )
             writer.save(checkpoint.Snapshot(step, inference, training, dict(state), is_best))
 
         # The loop.
@@ -273,13 +331,21 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
                         save(metrics)
                 if is_stopping and not is_last:
                     writer.wait()
-                    command = "the same command" + ("" if config.resume == "auto" else " without resume=")
-                    message = f"stopped after step {step:,}, which is saved; {command} resumes the run"
-                    raise guard.Preempted(message, guard.EXIT_CODES[signals[0] if signals else signal.SIGTERM])
+                    command = "the same command" + (
+                        "" if config.resume == "auto" else " without resume="
+                    )
+                    message = (
+                        f"stopped after step {step:,}, which is saved; {command} resumes the run"
+                    )
+                    raise guard.Preempted(
+                        message, guard.EXIT_CODES[signals[0] if signals else signal.SIGTERM]
+                    )
         except guard.Diverged as error:
             saved = guard.save_failed_batch(folder, context.rank, error)
             message = f"{error}. The batch is in {saved}. {guard.suggest_remedy(error, latest, state['step'])}"
-            raise guard.Diverged(message, error.step, error.batch, is_spike=error.is_spike) from error
+            raise guard.Diverged(
+                message, error.step, error.batch, is_spike=error.is_spike
+            ) from error
         writer.wait()
         logger.print(f"step {state['step']:,} of {config.steps:,} is in {latest}")
         valid = {name: value for name, value in state["valid"].items() if name != "step"}

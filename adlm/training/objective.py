@@ -31,16 +31,31 @@ class Objective:
         """Corrupt the batch of a step."""
         process, valid = self.process, batch.valid()
         if self.is_causal:
-            noisy = shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
+            noisy = shift_tokens(
+                batch.tokens,
+                anchor_rule=process.anchor_rule,
+                valid=valid,
+                multiple=process.multiple,
+            )
             inputs = None if valid is None else valid[:, 1:]  # of the tokens that have a next one
         else:
             rng = CounterRng.from_seed(seed, batch.number)
-            noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
+            noisy = corrupt(
+                batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid
+            )
             inputs = noisy.valid
-        return replace(noisy, valid=unpad(inputs)) if self.is_unpadded and inputs is not None else noisy
+        return (
+            replace(noisy, valid=unpad(inputs))
+            if self.is_unpadded and inputs is not None
+            else noisy
+        )
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma at a step; None where there are no anchors."""
         if self.process.anchor_rule is None:
             return None
-        return anchor_weight(step, steps, self.peak_anchor_weight) if self.anchor_ramp else self.peak_anchor_weight
+        return (
+            anchor_weight(step, steps, self.peak_anchor_weight)
+            if self.anchor_ramp
+            else self.peak_anchor_weight
+        )

@@ -49,16 +49,27 @@ class BatchedMuon(Muon):
                     by_shape.setdefault(p.shape, []).append(p)
                     self.state[p] = self.state[p] or new_muon_state(p, beta2)
             for (rows, columns), params in by_shape.items():
-                grads, states = [cast(Tensor, p.grad) for p in params], [self.state[p] for p in params]
+                grads, states = (
+                    [cast(Tensor, p.grad) for p in params],
+                    [self.state[p] for p in params],
+                )
                 buffers = [state["momentum_buffer"] for state in states]
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
-                updates = torch.stack(torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers)
+                updates = torch.stack(
+                    torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+                )
                 rows = columns if group.get("split_qkv") and rows == 3 * columns else rows
                 settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-                updates = orthogonalize(updates.view(-1, rows, columns), *settings).reshape(updates.shape).float()
+                updates = (
+                    orthogonalize(updates.view(-1, rows, columns), *settings)
+                    .reshape(updates.shape)
+                    .float()
+                )
                 if beta2 is not None:
                     squares = [state["row_square"] for state in states]
-                    torch._foreach_lerp_(squares, list(updates.square().mean(-1, keepdim=True)), 1 - beta2)
+                    torch._foreach_lerp_(
+                        squares, list(updates.square().mean(-1, keepdim=True)), 1 - beta2
+                    )
                     norm = updates.norm(dim=(1, 2), keepdim=True)
                     updates = updates / (torch.stack(squares).sqrt() + group["eps"])
                     updates *= norm / updates.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
@@ -73,7 +84,9 @@ def new_muon_state(p: Tensor, beta2: float | None) -> dict[str, Tensor]:
     return state if beta2 is None else state | {"row_square": torch.zeros_like(p[:, :1])}
 
 
-def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonalize(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
     """Bring the singular values of a batch of matrices (n, rows, columns) near 1 by Newton–Schulz steps in bfloat16."""
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
@@ -88,23 +101,42 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> list[Optimizer]:
     """Build AdamW for all parameters, or Muon for the layers' matrices (not the modulations), which alone decay then,
     and AdamW for the rest."""
-    layers = [module for module in model.modules() if isinstance(module, Layer)] if settings.name == "muon" else []
-    linears = (linear for layer in layers for linear in (layer.qkv, layer.out, layer.up, layer.down))
-    matrices = dict.fromkeys(linear.weight for linear in linears)  # in order, and looked up by identity
+    layers = (
+        [module for module in model.modules() if isinstance(module, Layer)]
+        if settings.name == "muon"
+        else []
+    )
+    linears = (
+        linear for layer in layers for linear in (layer.qkv, layer.out, layer.up, layer.down)
+    )
+    matrices = dict.fromkeys(
+        linear.weight for linear in linears
+    )  # in order, and looked up by identity
     rest = [p for p in model.parameters() if p not in matrices and p.requires_grad]
     decay = settings.weight_decay
     rest_decay = 0.0 if matrices else decay
     optimizers: list[Optimizer] = [
-        AdamW(rest, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=rest_decay, fused=True)
+        AdamW(
+            rest,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=rest_decay,
+            fused=True,
+        )
     ]
     if matrices:
         if any(isinstance(p, DTensor) for p in matrices):
             raise ValueError(
                 "optimizer.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp or adamw"
             )
-        muon = BatchedMuon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
+        muon = BatchedMuon(
+            list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay
+        )
         if settings.muon_beta2 is not None and not 0 < settings.muon_beta2 < 1:
-            raise ValueError(f"optimizer.muon_beta2 is {settings.muon_beta2}: expected null, or above 0 and below 1")
+            raise ValueError(
+                f"optimizer.muon_beta2 is {settings.muon_beta2}: expected null, or above 0 and below 1"
+            )
         muon.param_groups[0] |= {"split_qkv": settings.split_qkv, "beta2": settings.muon_beta2}
         optimizers.append(muon)
     for optimizer in optimizers:
@@ -121,7 +153,11 @@ def set_lr(optimizers: Sequence[Optimizer], multiplier: float) -> None:
 
 
 def step_optimizers(
-    model: nn.Module, optimizers: Sequence[Optimizer], clip: float, ema: EMA | None, module: nn.Module | None = None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    clip: float,
+    ema: EMA | None,
+    module: nn.Module | None = None,
 ) -> Tensor:
     """Clip the gradients of `module` (by default the model), update weights and the model's average, clear the
     gradients; return the norm before clipping, without waiting for the device."""
@@ -137,7 +173,9 @@ def step_optimizers(
 def get_training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Return the tensors that training changes, not copies, as `weights.NAME` and `optimizer.NAME.KEY`, by the names of
     the model also within a LossModule."""
-    names = {parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()}
+    names = {
+        parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()
+    }
     tensors = {f"weights.{name}": p.detach() for p, name in names.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -147,6 +185,8 @@ def get_training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
                     state.update(new_muon_state(p.detach(), group.get("beta2")))
                 elif not state:
                     state["step"] = torch.zeros((), device=p.device)
-                    state.update({key: torch.zeros_like(p.detach()) for key in ("exp_avg", "exp_avg_sq")})
+                    state.update(
+                        {key: torch.zeros_like(p.detach()) for key in ("exp_avg", "exp_avg_sq")}
+                    )
                 tensors |= {f"optimizer.{names[p]}.{key}": value for key, value in state.items()}
     return tensors

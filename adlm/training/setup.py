@@ -21,7 +21,14 @@ from adlm import checkpoint, methods
 from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, ReasoningSettings, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
-from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data
+from adlm.data.shards import (
+    PreparedData,
+    ShardedRows,
+    describe_tokenizer,
+    file_lock,
+    hash_file,
+    open_data,
+)
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import AnchorRule
@@ -56,7 +63,9 @@ class TrainingTask:
     objective: TrainingObjective
     batches: Any  # an endless iterable of batches, with load_state_dict
     build_loss: Callable[[LanguageModel], LossModule]
-    validate: Callable[[ParallelModel, int], dict[str, float]]  # of a model, in batches of so many rows
+    validate: Callable[
+        [ParallelModel, int], dict[str, float]
+    ]  # of a model, in batches of so many rows
     format_metrics: Callable[[Mapping[str, float]], str]
     sample: Callable[[LanguageModel], str]
     data_hash: str
@@ -71,14 +80,20 @@ class TrainingTask:
 def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     """Open the text that a recipe trains on, with the method's model and objective."""
     if config.reasoning != ReasoningSettings():
-        raise ValueError("the recipe has settings of reasoning.*, which is not for text: use `adlm reason train`")
+        raise ValueError(
+            "the recipe has settings of reasoning.*, which is not for text: use `adlm reason train`"
+        )
     data = open_data_on_all_ranks(config, context)
     valid_rows = data.rows("valid")
     init = load_init(config, data)
     shape = build_model_config(config, data, init)
     config = replace(config, method=init.method if init is not None else str(config.method))
     objective = build_objective(config, shape, data, on_gpu=context.device.type == "cuda")
-    sampler = None if shape.is_causal else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
+    sampler = (
+        None
+        if shape.is_causal
+        else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
+    )
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
     data_hash = str(data.manifest["settings_sha256"])  # of the rows: a run resumes only on the same
     batches: ShuffledBatches | StreamedBatches
@@ -88,12 +103,21 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         batches = ShuffledBatches(data.rows("train"), config.batch, **part)
     else:
         for name in config.data.stream_options:
-            check_known("key of data.stream_options", name, list(inspect.signature(open_source).parameters)[1:])
+            check_known(
+                "key of data.stream_options",
+                name,
+                list(inspect.signature(open_source).parameters)[1:],
+            )
         stream = open_source(config.data.stream, **config.data.stream_options)
         part |= {"is_wrapped": not data.is_padded, "block": config.data.shuffle}
         batches = StreamedBatches(stream, data.tokenizer, data.length, config.batch, **part)
-        data_hash = hashlib.sha256(json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")).hexdigest()
-    is_sedd, train = methods.METHODS[str(config.method)].score_entropy, data.manifest["splits"]["train"]
+        data_hash = hashlib.sha256(
+            json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")
+        ).hexdigest()
+    is_sedd, train = (
+        methods.METHODS[str(config.method)].score_entropy,
+        data.manifest["splits"]["train"],
+    )
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
         estimate = estimate_nll(
@@ -119,7 +143,9 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         assert first is not None  # every row of the data begins with it
         xt = torch.full((settings.rows, shape.length), first)
         is_fixed = ((torch.arange(shape.length) == 0) & shape.is_causal).expand_as(xt)
-        frames = stream_tokens(predictor, xt, sampler, seed=config.seed, sampling=params, is_fixed=is_fixed)
+        frames = stream_tokens(
+            predictor, xt, sampler, seed=config.seed, sampling=params, is_fixed=is_fixed
+        )
         (frame,) = deque(frames, maxlen=1)
         texts = [data.tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]
         return "\n\n<|endoftext|>\n\n".join(texts)
@@ -172,18 +198,24 @@ def open_data_on_all_ranks(config: Config, context: DistributedContext) -> Prepa
     if data is None or errors:
         raise ValueError(errors[0])
     if len({rank["data"] for rank in ranks}) > 1:
-        raise ValueError(f"the processes see different data in {config.data.path}: copy it again to every node")
+        raise ValueError(
+            f"the processes see different data in {config.data.path}: copy it again to every node"
+        )
     count = len(data.rows("valid")) if "valid" in data.splits else 0
     if count < 2:
         remedy = "prepare it with --valid SOURCE or with --valid-share above 0"
-        raise ValueError(f"{data.folder} has {count} valid rows, and validation needs at least 2: {remedy}")
+        raise ValueError(
+            f"{data.folder} has {count} valid rows, and validation needs at least 2: {remedy}"
+        )
     return data
 
 
 def compute_unigram_ppl(data: PreparedData, rows: ShardedRows, max_rows: int | None) -> float:
     """Compute the perplexity of the unigram model on the rows that validation uses."""
     counts, nats, total = data.counts(), 0.0, 0
-    for numbers in torch.arange(len(rows) if max_rows is None else min(max_rows, len(rows))).split(1024):
+    for numbers in torch.arange(len(rows) if max_rows is None else min(max_rows, len(rows))).split(
+        1024
+    ):
         tokens, lengths = rows.fetch(numbers)
         valid = None if lengths is None else is_valid(lengths, tokens.shape[1])
         count = tokens.numel() if lengths is None else int(lengths.sum())
@@ -191,7 +223,9 @@ def compute_unigram_ppl(data: PreparedData, rows: ShardedRows, max_rows: int | N
     return math.exp(nats / total)
 
 
-def restore_data_state(states: list[dict[str, Any]], context: DistributedContext, *, is_stream: bool) -> dict[str, Any]:
+def restore_data_state(
+    states: list[dict[str, Any]], context: DistributedContext, *, is_stream: bool
+) -> dict[str, Any]:
     """Choose this rank's dataloader state from those of all ranks that wrote the checkpoint."""
     if is_stream and len(states) != context.world_size:
         problem = f"{context.world_size} processes cannot resume a streamed run of {len(states)}"
@@ -209,21 +243,33 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
         init = InitModel(content["method"], shape)
     else:
         is_bundled = config.init in MODELS  # ./NAME is a folder of that name
-        folder = checkpoint.find_model_folder(find_bundled_model(config.init) if is_bundled else config.init)
+        folder = checkpoint.find_model_folder(
+            find_bundled_model(config.init) if is_bundled else config.init
+        )
         loaded = checkpoint.load_model(folder)
         check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
         sha256 = hash_file(checkpoint.find_weights_file(folder))
         init = InitModel(loaded.method, loaded.model.config, loaded.model.state_dict(), sha256)
     if config.method not in (None, init.method):
-        raise ValueError(f"method={config.method}, and init={config.init} is {init.method}: leave method out")
+        raise ValueError(
+            f"method={config.method}, and init={config.init} is {init.method}: leave method out"
+        )
     return init
 
 
-def check_init_data(config: Config, data: PreparedData, loaded: checkpoint.LoadedModel, tokenizer: str) -> None:
+def check_init_data(
+    config: Config, data: PreparedData, loaded: checkpoint.LoadedModel, tokenizer: str
+) -> None:
     """Raise ValueError, with the command that makes fitting data, if tokens or rows are not those of `init`."""
-    shape, rows, train = loaded.model.config, data.manifest["rows"], data.manifest["splits"]["train"]
+    shape, rows, train = (
+        loaded.model.config,
+        data.manifest["rows"],
+        data.manifest["splits"]["train"],
+    )
     if loaded.tokenizer is None:
-        raise ValueError(f"init={config.init} has no tokenizer.json: copy the one of its data into its folder")
+        raise ValueError(
+            f"init={config.init} has no tokenizer.json: copy the one of its data into its folder"
+        )
     expected, actual = (describe_tokenizer(each) for each in (loaded.tokenizer, data.tokenizer))
     is_same = actual | {"name": ""} == expected | {"name": ""}
     is_same &= (data.vocab_size, data.mask_id) == (shape.vocab_size, shape.mask_id)
@@ -232,8 +278,13 @@ def check_init_data(config: Config, data: PreparedData, loaded: checkpoint.Loade
     problems += [f"length {data.length}, not {shape.length}"] * (data.length != shape.length)
     problems += [f"{rows} rows, not {loaded.rows}"] * (rows != loaded.rows)
     if problems:
-        is_cut = loaded.rows == "documents" and train["documents"] < train["rows"]  # then a paragraph is a document
-        source, out = "SOURCE --documents blank" if is_cut else "SOURCE", shlex.quote(f"{config.data.path}-init")
+        is_cut = (
+            loaded.rows == "documents" and train["documents"] < train["rows"]
+        )  # then a paragraph is a document
+        source, out = (
+            "SOURCE --documents blank" if is_cut else "SOURCE",
+            shlex.quote(f"{config.data.path}-init"),
+        )
         raise ValueError(
             f"data.path={config.data.path} does not fit init={config.init}: it has {'; '.join(problems)}. Prepare the "
             f"text for it: adlm prepare {source} --out {out} --tokenizer {shlex.quote(tokenizer)} "
@@ -241,35 +292,55 @@ def check_init_data(config: Config, data: PreparedData, loaded: checkpoint.Loade
         )
 
 
-def build_model_config(config: Config, data: PreparedData, init: InitModel | None = None) -> ModelConfig:
+def build_model_config(
+    config: Config, data: PreparedData, init: InitModel | None = None
+) -> ModelConfig:
     """Build the method's model config from preset, recipe and data; with `init` it is that model's, with which settings
     of the recipe must agree, except for dropout."""
-    changes = {key: value for key, value in vars(config.model).items() if key != "preset" and value is not None}
+    changes = {
+        key: value
+        for key, value in vars(config.model).items()
+        if key != "preset" and value is not None
+    }
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
     method = init.method if init is not None else str(config.method)
-    if not methods.look_up(methods.METHODS, method, "method").two_stages and changes.pop("anchor_layers", 0):
+    if not methods.look_up(methods.METHODS, method, "method").two_stages and changes.pop(
+        "anchor_layers", 0
+    ):
         anchor_layers = config.model.anchor_layers
         raise ValueError(
             f"model.anchor_layers={anchor_layers}, but {method} has one stage: set model.denoiser_layers instead"
         )
     changes |= {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
-    shape = methods.build_config(method, config.model.preset, **changes) if config.model.preset else None
+    shape = (
+        methods.build_config(method, config.model.preset, **changes)
+        if config.model.preset
+        else None
+    )
     if init is None:
         assert shape is not None
         return shape
     expected, given = asdict(init.shape), changes if shape is None else asdict(shape)
     if wrong := [key for key in given if given[key] != expected[key] and key != "dropout"]:
-        listed = "; ".join(f"model.{key} is {given[key]} in the recipe, {expected[key]} in init" for key in wrong)
-        raise ValueError(f"init={config.init} has another model: {listed}. Use a recipe without model.*: fine-tune")
+        listed = "; ".join(
+            f"model.{key} is {given[key]} in the recipe, {expected[key]} in init" for key in wrong
+        )
+        raise ValueError(
+            f"init={config.init} has another model: {listed}. Use a recipe without model.*: fine-tune"
+        )
     return replace(init.shape, dropout=given.get("dropout", init.shape.dropout))
 
 
-def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool) -> Objective:
+def build_objective(
+    config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool
+) -> Objective:
     """Build the training objective of a recipe."""
     settings, rule = config.objective, None
     if model.anchor_layers:
-        known = inspect.signature(methods.look_up(methods.ANCHOR_RULES, settings.anchor_rule, "anchor rule")).parameters
+        known = inspect.signature(
+            methods.look_up(methods.ANCHOR_RULES, settings.anchor_rule, "anchor rule")
+        ).parameters
         given = {**vars(settings), "seed": config.seed, "vocab_size": data.vocab_size}
         options = {key: value for key, value in given.items() if key in known and value is not None}
         if "counts" in known:
@@ -281,10 +352,14 @@ def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, o
     # The kernel for rows of different lengths is one of half precision, for GPUs from Ampere on.
     is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
     is_unpadded = is_unpadded and torch.cuda.get_device_capability() >= (8, 0)
-    return Objective(process, model.is_causal, settings.anchor_weight, settings.anchor_ramp, is_unpadded)
+    return Objective(
+        process, model.is_causal, settings.anchor_weight, settings.anchor_ramp, is_unpadded
+    )
 
 
-def build_process(config: Config, mask_id: int | None, rule: AnchorRule | None, *, on_gpu: bool) -> ForwardProcess:
+def build_process(
+    config: Config, mask_id: int | None, rule: AnchorRule | None, *, on_gpu: bool
+) -> ForwardProcess:
     """Build the forward process of a recipe."""
     settings = config.objective
     return ForwardProcess(
@@ -305,16 +380,28 @@ def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, An
     count = min(len(rows), max_rows)
     for numbers in torch.arange(count).split(1024):
         tokens = rows.fetch(numbers)[0].long()
-        counts += torch.zeros(len(tokens), data.vocab_size, dtype=torch.bool).scatter_(1, tokens, True).sum(0)
+        counts += (
+            torch.zeros(len(tokens), data.vocab_size, dtype=torch.bool)
+            .scatter_(1, tokens, True)
+            .sum(0)
+        )
     return {"document_counts": counts, "documents": count}
 
 
 def check_memory(
-    config: Config, model: ModelConfig, context: DistributedContext, rows: int, length: int, precision: torch.dtype
+    config: Config,
+    model: ModelConfig,
+    context: DistributedContext,
+    rows: int,
+    length: int,
+    precision: torch.dtype,
 ) -> None:
     """Raise MemoryError if a step is estimated not to fit, before anything is built."""
     kind, is_cuda = config.parallel.kind, context.device.type == "cuda"
-    shards = {"fsdp": context.world_size, "hsdp": config.parallel.shard or context.local_world_size}.get(kind, 1)
+    shards = {
+        "fsdp": context.world_size,
+        "hsdp": config.parallel.shard or context.local_world_size,
+    }.get(kind, 1)
     needed = estimate_memory(
         model,
         rows=rows,
@@ -341,8 +428,12 @@ def get_available_memory(device: torch.device, group: Path = Path("/sys/fs/cgrou
         return torch.cuda.mem_get_info(device)[0]
     free = torch.inf
     with suppress(OSError):
-        free = 1024 * int(Path("/proc/meminfo").read_text("utf-8").split("MemAvailable:")[1].split()[0])
-        limit, used = ((group / name).read_text("utf-8").strip() for name in ("memory.max", "memory.current"))
+        free = 1024 * int(
+            Path("/proc/meminfo").read_text("utf-8").split("MemAvailable:")[1].split()[0]
+        )
+        limit, used = (
+            (group / name).read_text("utf-8").strip() for name in ("memory.max", "memory.current")
+        )
         free = free if limit == "max" else min(free, max(0, int(limit) - int(used)))
     return free
 
@@ -372,7 +463,9 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
         return None
     if not path.is_dir():
         names = ", ".join(map(str, checkpoint.list_checkpoints(checkpoints))) or "none"
-        raise ValueError(f"resume={config.resume} is not a checkpoint: expected auto or one of {names}")
+        raise ValueError(
+            f"resume={config.resume} is not a checkpoint: expected auto or one of {names}"
+        )
     checkpoint.verify_checkpoint(path)
     state = checkpoint.read_state(path)
     saved = folder / "config.yaml"

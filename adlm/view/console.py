@@ -12,7 +12,9 @@ from rich.text import Text
 
 # Control characters become their pictures; those without one, direction marks and surrogates the replacement character.
 CONTROLS = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
-CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+CONTROLS |= dict.fromkeys(
+    [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], 0xFFFD
+)
 CONTROLS |= dict.fromkeys([0x061C, *range(0xD800, 0xE000)], 0xFFFD)
 del CONTROLS[0x0A]
 

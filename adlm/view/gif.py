@@ -33,7 +33,14 @@ def write_gif(trajectories: Sequence[Trajectory], path: Path, *, seconds: float 
     width = 720 if count == 1 else 540 * count
     panel_width = (width - MARGIN) // count - MARGIN
     panels = [
-        GifPanel(each.title, each.frames, MARGIN + i * (panel_width + MARGIN), TEXT_TOP, panel_width, fonts)
+        GifPanel(
+            each.title,
+            each.frames,
+            MARGIN + i * (panel_width + MARGIN),
+            TEXT_TOP,
+            panel_width,
+            fonts,
+        )
         for i, each in enumerate(trajectories)
     ]
     picks, durations = plan_frames(max(len(each.frames) for each in trajectories), seconds)
@@ -46,7 +53,15 @@ def write_gif(trajectories: Sequence[Trajectory], path: Path, *, seconds: float 
             panel.draw(ImageDraw.Draw(image), pick, before if pick != picks[-1] else pick)
         images.append(image.quantize(palette=palette, dither=Image.Dither.NONE))
     path.parent.mkdir(parents=True, exist_ok=True)
-    images[0].save(path, "GIF", save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
+    images[0].save(
+        path,
+        "GIF",
+        save_all=True,
+        append_images=images[1:],
+        duration=durations,
+        loop=0,
+        optimize=True,
+    )
     return path
 
 
@@ -56,18 +71,36 @@ def plan_frames(count: int, seconds: float) -> tuple[list[int], list[int]]:
     picks = [round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)]
     # A GIF counts in hundredths of a second: ends are rounded, not durations, so that the sum is right.
     ends = [round(100 * seconds * i / max(1, shown - 1)) for i in range(shown)]
-    return picks, [*(10 * (end - start) for start, end in pairwise(ends)), round(1000 * HOLD_SECONDS)]
+    return picks, [
+        *(10 * (end - start) for start, end in pairwise(ends)),
+        round(1000 * HOLD_SECONDS),
+    ]
 
 
 def build_palette() -> bytes:
     """Return the colors of a GIF: grounds, marks, inks and the colors between an ink and its ground."""
-    inks = (look.INK, look.QUIET, look.GIVEN_INK, look.ANCHOR_MARK, look.REVEALED_MARK, look.REMASKED_MARK, look.BLOCK)
+    inks = (
+        look.INK,
+        look.QUIET,
+        look.GIVEN_INK,
+        look.ANCHOR_MARK,
+        look.REVEALED_MARK,
+        look.REMASKED_MARK,
+        look.BLOCK,
+    )
     pairs = [(look.PAPER, ink) for ink in inks] + list(zip(look.GUESS_BLOCKS, look.GUESS_INKS))
-    pairs += [(look.REVEALED_GROUND, look.INK), *((look.REMASKED_GROUND, ink) for ink in look.GUESS_INKS)]
-    return b"".join(bytes.fromhex(look.mix_colors(*pair, i / 12)[1:]) for pair in pairs for i in range(13))
+    pairs += [
+        (look.REVEALED_GROUND, look.INK),
+        *((look.REMASKED_GROUND, ink) for ink in look.GUESS_INKS),
+    ]
+    return b"".join(
+        bytes.fromhex(look.mix_colors(*pair, i / 12)[1:]) for pair in pairs for i in range(13)
+    )
 
 
-def lay_out_tokens(texts: Sequence[str], widths: Sequence[float], space: float, width: int) -> list[Box]:
+def lay_out_tokens(
+    texts: Sequence[str], widths: Sequence[float], space: float, width: int
+) -> list[Box]:
     """Break tokens of these widths into lines at spaces, and inside a word only where it is longer than a line."""
     widths = [min(each, width) for each in widths]
     to_word_end = list(widths)  # the width from a token to the end of its word
@@ -101,18 +134,33 @@ class GifPanel:
     """Draws frames into a column of the image; every token has the same box in all of them."""
 
     def __init__(
-        self, title: str, frames: Sequence[TrajectoryFrame], left: int, top: int, width: int, fonts: Sequence[Any]
+        self,
+        title: str,
+        frames: Sequence[TrajectoryFrame],
+        left: int,
+        top: int,
+        width: int,
+        fonts: Sequence[Any],
     ) -> None:
         self.title, self.frames, self.left, self.fonts = title, frames, left, fonts
         texts = [
-            (token.guesses or ((" ---", 0),))[0][0] if token.is_masked else token.text for token in frames[-1].tokens
+            (token.guesses or ((" ---", 0),))[0][0] if token.is_masked else token.text
+            for token in frames[-1].tokens
         ]
         # Wide enough for the final text, and in the smallest font for every text that was visible there.
         widths = [fonts[0].getlength(clean_text(text)) for text in texts]
         for frame in frames:
-            widths = list(map(max, widths, (fonts[-1].getlength(clean_text(token.text)) for token in frame.tokens)))
+            widths = list(
+                map(
+                    max,
+                    widths,
+                    (fonts[-1].getlength(clean_text(token.text)) for token in frame.tokens),
+                )
+            )
         boxes = lay_out_tokens(texts, widths, fonts[0].getlength(" "), width)
-        self.places = [(left + x, top + row * LINE_HEIGHT, box_width) for x, row, box_width in boxes]
+        self.places = [
+            (left + x, top + row * LINE_HEIGHT, box_width) for x, row, box_width in boxes
+        ]
         self.bottom = max((y for _, y, _ in self.places), default=top) + LINE_HEIGHT
         while fonts[0].getlength(clean_text(self.title)) > width:
             self.title = self.title[:-1]
@@ -131,7 +179,10 @@ class GifPanel:
             if token.is_masked:
                 text, probability = token.guesses[0] if token.guesses else ("", 0.0)
                 text, level = clean_text(text), look.find_level(probability)
-                ground, ink = look.GUESS_BLOCKS[level] if text else look.BLOCK, look.GUESS_INKS[level]
+                ground, ink = (
+                    look.GUESS_BLOCKS[level] if text else look.BLOCK,
+                    look.GUESS_INKS[level],
+                )
                 mark = look.ANCHOR_MARK if token.is_anchor and text else None
                 if REMASKED in states:
                     ground, mark = look.REMASKED_GROUND, look.REMASKED_MARK
@@ -139,7 +190,9 @@ class GifPanel:
                 ground, mark = look.REVEALED_GROUND, look.REVEALED_MARK
             if ground:
                 draw.rounded_rectangle((left, top, right, top + 24), 4, ground)
-            if font := next((each for each in self.fonts if each.getlength(text) <= width + 1), None):
+            if font := next(
+                (each for each in self.fonts if each.getlength(text) <= width + 1), None
+            ):
                 indent = (width - font.getlength(text)) / 2 if token.is_masked else 0
                 draw.text((round(left + indent), top + 18), text, ink, font, anchor="ls")
             if mark:

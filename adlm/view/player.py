@@ -19,7 +19,9 @@ def write_player(trajectories: Sequence[Trajectory], path: Path, *, title: str =
     """Write the page that plays the trajectories next to each other, and return its path."""
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: give the name of a file, such as {path / 'sample.html'}")
+        raise ValueError(
+            f"{path} is a folder: give the name of a file, such as {path / 'sample.html'}"
+        )
     page = render_player(trajectories, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", newline="\n")
@@ -35,7 +37,11 @@ def render_player(trajectories: Sequence[Trajectory], title: str = TITLE) -> str
         f"default-src 'none'; img-src data:; style-src '{_hash_asset(style)}'; script-src '{_hash_asset(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = {"title": title, "states": STATES, "trajectories": [_encode_trajectory(each) for each in trajectories]}
+    data = {
+        "title": title,
+        "states": STATES,
+        "trajectories": [_encode_trajectory(each) for each in trajectories],
+    }
     encoded = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
         # The parser reads &#…; in a title; a lone surrogate, which no file can hold, becomes a replacement character.
@@ -70,8 +76,15 @@ def _encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         for at, (token, old) in enumerate(zip(frame.tokens, before, strict=True)):
             if token == old:
                 continue
-            flat += [at - place, 2 * STATES.index(token.state) + token.is_anchor, number(token.text)]
-            flat += [len(token.guesses), *(v for guess, p in token.guesses for v in (number(guess), round(1000 * p)))]
+            flat += [
+                at - place,
+                2 * STATES.index(token.state) + token.is_anchor,
+                number(token.text),
+            ]
+            flat += [
+                len(token.guesses),
+                *(v for guess, p in token.guesses for v in (number(guess), round(1000 * p))),
+            ]
             place = at
         frames.append([frame.step, frame.nfe, flat])
         before = frame.tokens
@@ -80,7 +93,12 @@ def _encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "seconds": round(trajectory.seconds, 3),
         "guesser": trajectory.guesser,
         "settings": [
-            [str(name), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
+            [
+                str(name),
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str),
+            ]
             for name, value in trajectory.settings.items()
         ],
         "strings": list(numbers),

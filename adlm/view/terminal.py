@@ -31,28 +31,48 @@ def draw_frame(frame: TrajectoryFrame, *, show_guesses: bool = True) -> Text:
     """Draw a text: hidden tokens as blocks or as their likeliest guess, the others as they read."""
     drawn = Text()
     for token in frame.tokens:
-        shown, style = token.text, look.STATE_STYLES[token.state] + (look.ANCHOR_STYLE if token.is_anchor else None)
+        shown, style = (
+            token.text,
+            look.STATE_STYLES[token.state] + (look.ANCHOR_STYLE if token.is_anchor else None),
+        )
         guess, probability = token.guesses[0] if show_guesses and token.guesses else ("", 0.0)
         if token.is_masked and guess.strip(" "):
             shown = guess.replace("\n", "↵")
-            style += look.GUESS_STYLES[look.find_level(probability)] if token.state == HIDDEN else None
+            style += (
+                look.GUESS_STYLES[look.find_level(probability)] if token.state == HIDDEN else None
+            )
         elif token.is_masked:
             shown = " " * (bool(drawn) and not drawn.plain[-1].isspace()) + BLOCKS[token.state]
         # White space is not styled: an underline would extend into it, a reversed line end fills the row.
-        before, body, after = re.fullmatch(r"(\s*)(.*?)(\s*)", escape_controls(shown), re.DOTALL).groups()  # type: ignore[union-attr]
+        parts = re.fullmatch(r"(\s*)(.*?)(\s*)", escape_controls(shown), re.DOTALL)
+        assert parts is not None
+        before, body, after = parts.groups()
         drawn.append(before).append(body, style).append(after)
     return drawn
 
 
 def _draw_legend(*, show_guesses: bool) -> Columns:
     """Draw the legend, as many entries to a line as fit."""
-    entries = [("░░░", HIDDEN, "hidden"), ("new", REVEALED, "just revealed"), ("▒▒▒", REMASKED, "hidden again")]
+    entries = [
+        ("░░░", HIDDEN, "hidden"),
+        ("new", REVEALED, "just revealed"),
+        ("▒▒▒", REMASKED, "hidden again"),
+    ]
     entries.append(("text", GIVEN, "given"))
-    parts = [Text.assemble((word, look.STATE_STYLES[state]), (f" {name}", "dim")) for word, state, name in entries]
+    parts = [
+        Text.assemble((word, look.STATE_STYLES[state]), (f" {name}", "dim"))
+        for word, state, name in entries
+    ]
     parts.append(Text.assemble(("word", look.ANCHOR_STYLE), (" anchor", "dim")))
     if show_guesses:
-        levels = [f" <{look.PROBABILITY_LEVELS[0]:.0%}", *(f" ≥{level:.0%}" for level in look.PROBABILITY_LEVELS)]
-        scale = [(level, look.STATE_STYLES[HIDDEN] + style) for level, style in zip(levels, look.GUESS_STYLES)]
+        levels = [
+            f" <{look.PROBABILITY_LEVELS[0]:.0%}",
+            *(f" ≥{level:.0%}" for level in look.PROBABILITY_LEVELS),
+        ]
+        scale = [
+            (level, look.STATE_STYLES[HIDDEN] + style)
+            for level, style in zip(levels, look.GUESS_STYLES)
+        ]
         parts.append(Text.assemble(("guess", "dim"), *scale))
     return Columns(parts, padding=(0, 3))
 
@@ -83,15 +103,25 @@ class DenoisingView:
         panel_width = min(MAX_PANEL_WIDTH, (width + 1) // count - 1 if is_row else width)
         legend = Padding(_draw_legend(show_guesses=self.show_guesses), (0, 2))
         texts = [
-            list(draw_frame(frame, show_guesses=self.show_guesses).wrap(console, max(1, panel_width - 4)))
+            list(
+                draw_frame(frame, show_guesses=self.show_guesses).wrap(
+                    console, max(1, panel_width - 4)
+                )
+            )
             for frame in self.frames
         ]
         if self.height is not None:
             free = self.height - len(console.render_lines(legend, options))
             room = max(1, (free if is_row else free // count) - PANEL_ROWS)
-            texts = [lines if len(lines) <= room else [*lines[: room - 1], Text("⋯", "dim")] for lines in texts]
+            texts = [
+                lines if len(lines) <= room else [*lines[: room - 1], Text("⋯", "dim")]
+                for lines in texts
+            ]
         tallest = max(map(len, texts))
-        panels = [self._draw_panel(i, lines, tallest if is_row else len(lines)) for i, lines in enumerate(texts)]
+        panels = [
+            self._draw_panel(i, lines, tallest if is_row else len(lines))
+            for i, lines in enumerate(texts)
+        ]
         grid = Table.grid(padding=(0, 1, 0, 0))
         for _ in panels if is_row else panels[:1]:
             grid.add_column(width=panel_width)
@@ -107,7 +137,9 @@ class DenoisingView:
         counter.add_column(no_wrap=True)
         counter.add_column(ratio=1)
         done = look.BAR_DONE
-        bar = ProgressBar(steps, frame.step, style=look.BAR_REST, complete_style=done, finished_style=done)
+        bar = ProgressBar(
+            steps, frame.step, style=look.BAR_REST, complete_style=done, finished_style=done
+        )
         counter.add_row(format_step(frame, steps), bar if steps else "")
         counts = Text(format_counts(frame), "not dim")
         title = Text(escape_controls(self.titles[i].replace("\n", " ")), "bold not dim")
@@ -145,10 +177,17 @@ def watch(
                 time.sleep(pause if is_live and not is_idle else 0)
     finally:
         if all(seen) and is_live:
-            console.print(DenoisingView([frames[-1] for frames in seen], titles, steps, show_guesses))
+            console.print(
+                DenoisingView([frames[-1] for frames in seen], titles, steps, show_guesses)
+            )
         elif all(seen):
             for frames, title, count in zip(seen, titles, steps):
                 counts = f"{format_step(frames[-1], count)}, {format_counts(frames[-1])}"
-                console.print(f"{escape_controls(title)}: {counts}", style="bold", markup=False, soft_wrap=True)
+                console.print(
+                    f"{escape_controls(title)}: {counts}",
+                    style="bold",
+                    markup=False,
+                    soft_wrap=True,
+                )
                 console.print(draw_frame(frames[-1], show_guesses=False), soft_wrap=True)
     return seen

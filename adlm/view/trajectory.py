@@ -4,7 +4,13 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-HIDDEN, REMASKED, REVEALED, VISIBLE, GIVEN = STATES = ("hidden", "remasked", "revealed", "visible", "given")
+HIDDEN, REMASKED, REVEALED, VISIBLE, GIVEN = STATES = (
+    "hidden",
+    "remasked",
+    "revealed",
+    "visible",
+    "given",
+)
 
 
 @dataclass(frozen=True)
@@ -13,7 +19,9 @@ class TokenState:
 
     text: str  # what the token adds to the text: nothing while hidden; a character of several tokens is its last one's
     state: str
-    guesses: tuple[tuple[str, float], ...] = ()  # of the anchor network (one stage: of the network), likeliest first
+    guesses: tuple[
+        tuple[str, float], ...
+    ] = ()  # of the anchor network (one stage: of the network), likeliest first
     is_anchor: bool = False  # rare in the text as it is guessed to be
 
     @property
@@ -61,7 +69,9 @@ class Trajectory:
     def nfe(self) -> int:
         return self.frames[-1].nfe
 
-    def _repr_html_(self) -> str:  # a notebook shows the player, in an iframe apart from its own styles and scripts
+    def _repr_html_(
+        self,
+    ) -> str:  # a notebook shows the player, in an iframe apart from its own styles and scripts
         from adlm.view.player import render_player
 
         page = escape(render_player([self]))

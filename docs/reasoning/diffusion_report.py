@@ -24,7 +24,17 @@ from adlm.methods import build_sampler
 from adlm.reasoning.diffusion import HoleObjective
 from adlm.reasoning.runs import load_run
 
-KEPT = ("task", "arm", "seed", "tests", "samplers", "parameters", "flops", "settings", "train_seconds")
+KEPT = (
+    "task",
+    "arm",
+    "seed",
+    "tests",
+    "samplers",
+    "parameters",
+    "flops",
+    "settings",
+    "train_seconds",
+)
 METRICS = ("accuracy", "stderr", "cells", "passes", "problems")
 CELL, MARGIN = 44, 6
 Fill = tuple[int, str, int]  # cell, digit, number of the evaluation
@@ -34,7 +44,9 @@ def compact(result: Mapping[str, Any]) -> dict[str, Any]:
     """Keep what the tables read of a run's reasoning.json."""
 
     def keep(tests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        return {name: {key: test[key] for key in METRICS if key in test} for name, test in tests.items()}
+        return {
+            name: {key: test[key] for key in METRICS if key in test} for name, test in tests.items()
+        }
 
     kept = {key: result[key] for key in KEPT if key in result} | {"tests": keep(result["tests"])}
     if "samplers" in result:
@@ -46,11 +58,17 @@ def format_table(results: Mapping[str, Mapping[str, Any]], task: str) -> str:
     """Format the share of solved problems in percent by run, sampler and test set; on Sudoku, of right cells too."""
     chosen = {name: result for name, result in results.items() if result["task"] == task}
     columns = list(next(iter(chosen.values()))["tests"])
-    lines = [f"| run | sampler | {' | '.join(columns)} | evaluations |", "|---" * (3 + len(columns)) + "|"]
+    lines = [
+        f"| run | sampler | {' | '.join(columns)} | evaluations |",
+        "|---" * (3 + len(columns)) + "|",
+    ]
     for name, result in chosen.items():
-        for sampler, tests in result.get("samplers", {"left to right, greedy": result["tests"]}).items():
+        for sampler, tests in result.get(
+            "samplers", {"left to right, greedy": result["tests"]}
+        ).items():
             cells = [
-                f"{100 * test['accuracy']:.1f}" + (f" ({100 * test['cells']:.1f})" if "cells" in test else "")
+                f"{100 * test['accuracy']:.1f}"
+                + (f" ({100 * test['cells']:.1f})" if "cells" in test else "")
                 for test in (tests[column] for column in columns)
             ]
             passes = " ".join(f"{tests[column]['passes']:.0f}" for column in columns)
@@ -83,20 +101,28 @@ def record_fills(folder: str | Path, puzzle: str) -> list[Fill]:
 def draw_board(puzzle: str, solution: str, fills: Sequence[Fill]) -> str:
     """Draw a filled board as SVG: givens gray, the others from yellow (first) to blue (last), errors framed red."""
     size, last = 9 * CELL + 2 * MARGIN, max(step for _, _, step in fills)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" width="{size}" height="{size}" ']
-    parts[0] += 'font-family="sans-serif" text-anchor="middle"><rect width="100%" height="100%" fill="white"/>'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" width="{size}" height="{size}" '
+    ]
+    parts[0] += (
+        'font-family="sans-serif" text-anchor="middle"><rect width="100%" height="100%" fill="white"/>'
+    )
     by_cell = {cell: (digit, step) for cell, digit, step in fills}
     for cell in range(81):
         x, y = MARGIN + cell % 9 * CELL, MARGIN + cell // 9 * CELL
         digit, step = by_cell.get(cell, (puzzle[cell], 0))
         share = step / last
         color = f"hsl({55 + 165 * share:.0f},75%,{88 - 18 * share:.0f}%)" if step else "#e4e4e4"
-        parts.append(f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{color}" stroke="#999"/>')
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{color}" stroke="#999"/>'
+        )
         weight = "normal" if step else "bold"
         text = f'font-size="22" font-weight="{weight}">{digit}</text>'
         parts.append(f'<text x="{x + CELL / 2}" y="{y + 31}" {text}')
         if step:
-            parts.append(f'<text x="{x + CELL - 9}" y="{y + 12}" font-size="9" fill="#444">{step}</text>')
+            parts.append(
+                f'<text x="{x + CELL - 9}" y="{y + 12}" font-size="9" fill="#444">{step}</text>'
+            )
         if digit != solution[cell]:
             inner = f'x="{x + 2}" y="{y + 2}" width="{CELL - 4}" height="{CELL - 4}"'
             parts.append(f'<rect {inner} fill="none" stroke="#c00" stroke-width="3"/>')
@@ -110,7 +136,9 @@ def draw_board(puzzle: str, solution: str, fills: Sequence[Fill]) -> str:
 
 def main() -> None:
     """Run a command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect")
     collect.add_argument("runs", nargs="+", type=Path)
@@ -122,7 +150,9 @@ def main() -> None:
     draw.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.command == "collect":
-        found = {run.name: json.loads((run / "reasoning.json").read_text("utf-8")) for run in args.runs}
+        found = {
+            run.name: json.loads((run / "reasoning.json").read_text("utf-8")) for run in args.runs
+        }
         results = {name: compact(result) for name, result in found.items()}
         args.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     elif args.command == "table":

@@ -30,8 +30,19 @@ from adlm.view.look import COLORS, GRAY
 
 GAP = 0.05  # nats per sequence
 DRAWS, SEED, SMOOTHING, FIRST_SAMPLES = 20, 0, 0.5, 4
-LENGTHS = {2: range(3, 9), 3: range(3, 7), 4: range(3, 6), 5: range(3, 5)}  # by the number of states
-POINTS = [(k, length, d) for k, lengths in LENGTHS.items() for length in lengths for d in (1, 2, 3) if d < length - 1]
+LENGTHS = {
+    2: range(3, 9),
+    3: range(3, 7),
+    4: range(3, 6),
+    5: range(3, 5),
+}  # by the number of states
+POINTS = [
+    (k, length, d)
+    for k, lengths in LENGTHS.items()
+    for length in lengths
+    for d in (1, 2, 3)
+    if d < length - 1
+]
 LONG_POINTS = [(2, length, 2) for length in range(9, 15)]  # too long for a table of each mask
 CONCENTRATIONS = (1.0, 2.0, 5.0)  # of the Dirichlet distribution of every row of a network's tables
 PLOTTED = 1.0  # Dirichlet(1) is uniform over all rows
@@ -82,16 +93,21 @@ class Estimator:
     def predict_samples(self, gap: float = GAP) -> float:
         """Return n* as it is for many samples, when a row with K - 1 free parameters costs (K - 1) / 2n nats."""
         rows = (
-            (self.states - 1) * self.states ** len(x.visible) * x.weight / self.mask_probs[x.mask] for x in self.tables
+            (self.states - 1) * self.states ** len(x.visible) * x.weight / self.mask_probs[x.mask]
+            for x in self.tables
         )
         return sum(rows) / (2 * gap)
 
     def prepare(self, truth: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return each table's true marginal probabilities and conditional log-probabilities."""
         marginals = [table.marginalize(truth) for table in self.tables]
-        return [(p, table.log_conditional(p)) for p, table in zip(marginals, self.tables, strict=True)]
+        return [
+            (p, table.log_conditional(p)) for p, table in zip(marginals, self.tables, strict=True)
+        ]
 
-    def compute_gap(self, targets: list[tuple[np.ndarray, np.ndarray]], counts: np.ndarray) -> np.ndarray:
+    def compute_gap(
+        self, targets: list[tuple[np.ndarray, np.ndarray]], counts: np.ndarray
+    ) -> np.ndarray:
         """Return the exact gap (draws,) in nats per sequence, from `prepare` and counts (masks, K, ..., K, draws)."""
         gap = np.zeros(counts.shape[-1])
         for table, (p, log_p) in zip(self.tables, targets, strict=True):
@@ -101,10 +117,17 @@ class Estimator:
 
 
 def draw_network(
-    rng: np.random.Generator, states: int, length: int, parents: int, concentration: float, draws: int
+    rng: np.random.Generator,
+    states: int,
+    length: int,
+    parents: int,
+    concentration: float,
+    draws: int,
 ) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     """Draw one graph and `draws` sets of tables; return p(x) (K, ..., K, draws) and the parents of each position."""
-    graph = [tuple(sorted(rng.choice(x, min(x, parents), replace=False).tolist())) for x in range(length)]
+    graph = [
+        tuple(sorted(rng.choice(x, min(x, parents), replace=False).tolist())) for x in range(length)
+    ]
     truth = np.ones((*[1] * length, draws))
     for child, visible in enumerate(graph):
         rows = rng.dirichlet([concentration] * states, (draws, states ** len(visible)))
@@ -132,12 +155,20 @@ def build_masked(states: int, length: int) -> dict[str, Estimator]:
         hidden = set(range(length)) - set(visible)
         choices = math.comb(length, len(hidden))
         probs.append(1 / (length * choices))
-        masked += [Conditional(child, visible, mask, 1 / (len(hidden) * choices)) for child in sorted(hidden)]
+        masked += [
+            Conditional(child, visible, mask, 1 / (len(hidden) * choices))
+            for child in sorted(hidden)
+        ]
     unmasked = tuple(replace(table, mask=0) for table in masked)
-    return {"diffusion": Estimator(states, tuple(masked), tuple(probs)), "all_masks": Estimator(states, unmasked)}
+    return {
+        "diffusion": Estimator(states, tuple(masked), tuple(probs)),
+        "all_masks": Estimator(states, unmasked),
+    }
 
 
-def find_samples(estimator: Estimator, truth: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
+def find_samples(
+    estimator: Estimator, truth: np.ndarray, rng: np.random.Generator
+) -> tuple[float, float]:
     """Return n*, at which the mean gap over draws is `GAP`, and its standard error.
 
     The data of every draw doubles until the mean gap is small enough; n* is interpolated between the last two sizes,
@@ -157,7 +188,9 @@ def find_samples(estimator: Estimator, truth: np.ndarray, rng: np.random.Generat
         gaps = estimator.compute_gap(targets, counts)
         gap = float(gaps.mean())
     if not before:
-        raise ValueError(f"the gap of {FIRST_SAMPLES} samples is {gap:.3g}, below {GAP}: use a larger network")
+        raise ValueError(
+            f"the gap of {FIRST_SAMPLES} samples is {gap:.3g}, below {GAP}: use a larger network"
+        )
     slope = math.log(gap / gap_before) / math.log(samples / before)
     n_star = before * (GAP / gap_before) ** (1 / slope)
     error = float(gaps.std(ddof=1)) / math.sqrt(draws) / gap / abs(slope)
@@ -165,12 +198,22 @@ def find_samples(estimator: Estimator, truth: np.ndarray, rng: np.random.Generat
 
 
 def measure_point(
-    states: int, length: int, parents: int, concentration: float, draws: int = DRAWS, with_masks: bool = True
+    states: int,
+    length: int,
+    parents: int,
+    concentration: float,
+    draws: int = DRAWS,
+    with_masks: bool = True,
 ) -> dict[str, Any]:
     """Return n* of the estimators on networks of one kind."""
     rng = np.random.default_rng([SEED, states, length, parents, round(100 * concentration)])
     truth, graph = draw_network(rng, states, length, parents, concentration, draws)
-    point: dict[str, Any] = {"states": states, "length": length, "parents": parents, "concentration": concentration}
+    point: dict[str, Any] = {
+        "states": states,
+        "length": length,
+        "parents": parents,
+        "concentration": concentration,
+    }
     estimators = build_ordered(states, graph) | (build_masked(states, length) if with_masks else {})
     for name, estimator in estimators.items():
         n_star, error = find_samples(estimator, truth, rng)
@@ -197,14 +240,17 @@ def fit_points(points: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return for each estimator the slopes against free parameters and against the paper's order, and the ratios."""
     fits = {}
     for name in [name for name in ORDERS if name in points[0]]:
-        n_star, free, order = ([p[name][key] for p in points] for key in ("n_star", "free_parameters", "order"))
+        n_star, free, order = (
+            [p[name][key] for p in points] for key in ("n_star", "free_parameters", "order")
+        )
         ratios = np.divide(n_star, order)
         fits[name] = {
             "slope": fit_slope(free, n_star),
             "order_slope": fit_slope(order, n_star),
             "order_ratio": [float(ratios.min()), float(ratios.max())],
             "prediction_ratio": [
-                float(f(np.divide(n_star, [p[name]["predicted"] for p in points]))) for f in (min, max)
+                float(f(np.divide(n_star, [p[name]["predicted"] for p in points])))
+                for f in (min, max)
             ],
         }
     return fits
@@ -217,7 +263,10 @@ def compute_toy() -> dict[str, float]:
     prediction at position 2 by one for 0: an anchor network that knows it, which is the paper's assumption. `formula`
     is the product by hand; `mean` is the probability of the right token at position 2, averaged over both texts.
     """
-    texts, chances = torch.tensor([[1, 0, 0], [0, 1, 1]]), torch.tensor([0.9, 0.1], dtype=torch.float64)
+    texts, chances = (
+        torch.tensor([[1, 0, 0], [0, 1, 1]]),
+        torch.tensor([0.9, 0.1], dtype=torch.float64),
+    )
     marginals = (torch.nn.functional.one_hot(texts, 3) * chances[:, None, None]).sum(0)
     certain = marginals.clone()
     certain[1] = torch.tensor([1.0, 0.0, 0.0])
@@ -226,13 +275,15 @@ def compute_toy() -> dict[str, float]:
     for name, probs in {"marginals": marginals, "certain": certain}.items():
         each = reverse_distribution(hidden, probs[None], step, MASK)[0]
         states = {
-            state: float(math.prod(each[i, x] for i, x in enumerate(state))) for state in product(range(3), repeat=3)
+            state: float(math.prod(each[i, x] for i, x in enumerate(state)))
+            for state in product(range(3), repeat=3)
         }
         assert math.isclose(sum(states.values()), 1)
         result[name] = states[MASK, 0, MASK]
         result[f"{name}_formula"] = 0.5 * (0.5 * float(probs[1, 0])) * 0.5
         result[f"{name}_mean"] = sum(
-            chance * states[MASK, text[1], MASK] for text, chance in zip(texts.tolist(), chances.tolist(), strict=True)
+            chance * states[MASK, text[1], MASK]
+            for text, chance in zip(texts.tolist(), chances.tolist(), strict=True)
         )
     return result
 
@@ -250,7 +301,13 @@ def compute_bounds(
         nll = -math.log(float(law[world.number(x0)]))
         anchor = divergences(world, x0, RULES[rule](x0[None], None)[0], steps)[1]
         bound = anelbo(world, x0, RULES[rule], gamma, steps, "masked")[0]
-        row = {"gamma": gamma, "nll": nll, "anchor": anchor, "left": nll + gamma * anchor, "anelbo": bound}
+        row = {
+            "gamma": gamma,
+            "nll": nll,
+            "anchor": anchor,
+            "left": nll + gamma * anchor,
+            "anelbo": bound,
+        }
         rows.append({"text": "".join(map(str, x0.tolist())), **row})
     return rows
 
@@ -271,17 +328,28 @@ def compute_results(
     draws: int = DRAWS,
 ) -> dict[str, Any]:
     """Return everything that is printed, plotted and written."""
-    jobs = [(*x, c, draws, x in points) for c in concentrations for x in sorted({*points, *long_points})]
+    jobs = [
+        (*x, c, draws, x in points) for c in concentrations for x in sorted({*points, *long_points})
+    ]
     measured = [measure_point(*job) for job in track(jobs, "points", console=Console(stderr=True))]
     groups = {
         "points": [x for x in measured if "diffusion" in x],
         "long_points": [x for x in measured if "diffusion" not in x],
     }
     fits = {
-        key: {str(c): fit_points([x for x in group if x["concentration"] == c]) for c in concentrations}
+        key: {
+            str(c): fit_points([x for x in group if x["concentration"] == c])
+            for c in concentrations
+        }
         for key, group in groups.items()
     }
-    settings = {"gap": GAP, "unit": "nats per sequence", "draws": draws, "smoothing": SMOOTHING, "seed": SEED}
+    settings = {
+        "gap": GAP,
+        "unit": "nats per sequence",
+        "draws": draws,
+        "smoothing": SMOOTHING,
+        "seed": SEED,
+    }
     tables = {
         "fits": fits["points"],
         "long_fits": fits["long_points"],
@@ -299,22 +367,47 @@ def print_results(results: dict[str, Any], console: Console) -> None:
             points.add_row(*(str(p[key]) for key in ("states", "length", "parents")), *cells)
     columns = ("", "", "slope", "order", "its slope", "n*/order", "n*/pred.")
     fits, long_fits = (
-        TextTable(*columns, title=f"Slopes of log n*{where}", collapse_padding=True) for where in ("", ", K = 2, L > 8")
+        TextTable(*columns, title=f"Slopes of log n*{where}", collapse_padding=True)
+        for where in ("", ", K = 2, L > 8")
     )
     for table, key in ((fits, "fits"), (long_fits, "long_fits")):
         for concentration, group in results[key].items():
             for name, fit in group.items():
-                slope, order_slope = ("{:.3f}±{:.3f}".format(*fit[x]) for x in ("slope", "order_slope"))
-                ratio, predicted = ("{:.3g}–{:.3g}".format(*fit[x]) for x in ("order_ratio", "prediction_ratio"))
-                table.add_row(concentration, name, slope, ORDERS[name][0], order_slope, ratio, predicted)
+                slope, order_slope = (
+                    "{:.3f}±{:.3f}".format(*fit[x]) for x in ("slope", "order_slope")
+                )
+                ratio, predicted = (
+                    "{:.3g}–{:.3g}".format(*fit[x]) for x in ("order_ratio", "prediction_ratio")
+                )
+                table.add_row(
+                    concentration, name, slope, ORDERS[name][0], order_slope, ratio, predicted
+                )
     toy = TextTable(
-        "", "enumerated", "formula", "mean over texts", title="Toy chain: only position 2 revealed, correctly"
+        "",
+        "enumerated",
+        "formula",
+        "mean over texts",
+        title="Toy chain: only position 2 revealed, correctly",
     )
     for name in ("marginals", "certain"):
-        toy.add_row(name, *(f"{results['toy'][key]:.4f}" for key in (name, f"{name}_formula", f"{name}_mean")))
-    bounds = TextTable("γ", "text", "-log p", "L_anchor", "left", "ANELBO", title="left = -log p + γ L_anchor ≤ ANELBO")
+        toy.add_row(
+            name,
+            *(f"{results['toy'][key]:.4f}" for key in (name, f"{name}_formula", f"{name}_mean")),
+        )
+    bounds = TextTable(
+        "γ",
+        "text",
+        "-log p",
+        "L_anchor",
+        "left",
+        "ANELBO",
+        title="left = -log p + γ L_anchor ≤ ANELBO",
+    )
     for gamma in sorted({row["gamma"] for row in results["bounds"]}):
-        rows = sorted((x for x in results["bounds"] if x["gamma"] == gamma), key=lambda x: x["anelbo"] - x["left"])
+        rows = sorted(
+            (x for x in results["bounds"] if x["gamma"] == gamma),
+            key=lambda x: x["anelbo"] - x["left"],
+        )
         for row in (rows[0], rows[-1]):  # the tightest and the loosest
             sides = (f"{row[key]:.4f}" for key in ("nll", "anchor", "left", "anelbo"))
             bounds.add_row(f"{gamma:g}", row["text"], *sides)
@@ -328,7 +421,9 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 def write_results(results: dict[str, Any], path: Path) -> None:
     """Write JSON with one line for each point and text."""
     parts = {
-        key: "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
+        key: "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        if isinstance(value, list)
+        else json.dumps(value)
         for key, value in results.items()
     }
     text = ",\n".join(f"{json.dumps(key)}: {part}" for key, part in parts.items())
@@ -356,9 +451,23 @@ def draw_plot(results: dict[str, Any], path: Path) -> None:
         for states, line in lines.items():
             right.plot([], [], color=GRAY, linestyle=line, label=f"K = {states}")
         ends = np.array(left.get_xlim()).clip(min=1)
-        left.plot(ends, ends / (2 * GAP), color=GRAY, linewidth=0.8, zorder=0, label=f"free parameters / {2 * GAP:g}")
-        left.set(xscale="log", yscale="log", xlabel="free parameters", ylabel=f"n*: samples for a gap of {GAP} nats")
-        right.set(yscale="log", ylim=(1, 1000), xlabel="length L (d = 1)", ylabel="n* / the paper's order")
+        left.plot(
+            ends,
+            ends / (2 * GAP),
+            color=GRAY,
+            linewidth=0.8,
+            zorder=0,
+            label=f"free parameters / {2 * GAP:g}",
+        )
+        left.set(
+            xscale="log",
+            yscale="log",
+            xlabel="free parameters",
+            ylabel=f"n*: samples for a gap of {GAP} nats",
+        )
+        right.set(
+            yscale="log", ylim=(1, 1000), xlabel="length L (d = 1)", ylabel="n* / the paper's order"
+        )
         for axis in (left.xaxis, left.yaxis, right.yaxis):
             axis.set_major_formatter("{x:,g}")
         left.legend(loc="lower right")
@@ -369,7 +478,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     folder = Path(__file__).parent
     parser.add_argument(
-        "--out", type=Path, default=folder, help="folder of results.json and the plot [default: this file's]"
+        "--out",
+        type=Path,
+        default=folder,
+        help="folder of results.json and the plot [default: this file's]",
     )
     out = parser.parse_args().out
     results = compute_results()

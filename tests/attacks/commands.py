@@ -48,8 +48,14 @@ def count_cases(few: int) -> int:
 def draw_examples(strategies: Mapping[str, st.SearchStrategy[T]], count: int) -> list[T]:
     """As many examples, evenly from all strategies; the same ones at every call."""
     names = list(strategies)
-    chosen = [names[i % len(names) if count >= len(names) else i * len(names) // count] for i in range(count)]
-    drawn = {name: draw_from(strategies[name], chosen.count(name), name) for name in dict.fromkeys(chosen)}
+    chosen = [
+        names[i % len(names) if count >= len(names) else i * len(names) // count]
+        for i in range(count)
+    ]
+    drawn = {
+        name: draw_from(strategies[name], chosen.count(name), name)
+        for name in dict.fromkeys(chosen)
+    }
     return [drawn[name].pop() for name in chosen if drawn[name]]
 
 
@@ -98,8 +104,13 @@ class Outcome:
         return [name for name, is_true in found.items() if is_true]
 
     def __str__(self) -> str:
-        shown = [word if len(word) < 200 else f"{word[:20]}…({len(word)} characters)" for word in self.words]
-        return f"{', '.join(self.problems) or 'ok'}: adlm {shlex.join(shown)!r}\n{self.stderr[-1500:]}"
+        shown = [
+            word if len(word) < 200 else f"{word[:20]}…({len(word)} characters)"
+            for word in self.words
+        ]
+        return (
+            f"{', '.join(self.problems) or 'ok'}: adlm {shlex.join(shown)!r}\n{self.stderr[-1500:]}"
+        )
 
 
 def run_command(words: Iterable[object], folder: Path) -> Outcome:
@@ -134,7 +145,10 @@ def serve() -> None:
             if time.monotonic() - began - waited > MAX_SECONDS or peak > MAX_BYTES:
                 os.killpg(pid, signal.SIGKILL)
             time.sleep(0.005)
-        answer = {"code": os.waitstatus_to_exitcode(ended[1]), "seconds": time.monotonic() - began - waited}
+        answer = {
+            "code": os.waitstatus_to_exitcode(ended[1]),
+            "seconds": time.monotonic() - began - waited,
+        }
         print(json.dumps(answer | {"peak": max(peak, ended[2].ru_maxrss * 1024)}), flush=True)
 
 
@@ -142,7 +156,11 @@ def execute(words: list[str], folder: str, stdout: str, stderr: str) -> NoReturn
     """Run a command in this process, as `python -m adlm` does, and end the process."""
     os.setsid()
     os.chdir(folder)
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, stdout, WRITE), (2, stderr, WRITE)):
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, stdout, WRITE),
+        (2, stderr, WRITE),
+    ):
         os.dup2(os.open(path, flags), number)
     sys.argv, code = ["adlm", *words], 1
     try:
@@ -171,7 +189,9 @@ def summarize(outcomes: list[Outcome], names: list[str]) -> str:
     """A table: cases, exit codes, longest time, largest memory and problems of each command or file."""
     lines = [f"{'':40} cases  code 0  1  2  other  seconds (max)     GB (max)  problems"]
     for name in [*sorted(set(names)), "all"]:
-        own = [outcome for outcome, each in zip(outcomes, names, strict=True) if name in (each, "all")]
+        own = [
+            outcome for outcome, each in zip(outcomes, names, strict=True) if name in (each, "all")
+        ]
         codes = [sum(outcome.code == code for outcome in own) for code in (0, 1, 2)]
         peak = max(outcome.peak for outcome in own) / 2**30
         lines.append(
@@ -190,7 +210,9 @@ def build_world() -> Path:
     text = "\n\n".join(paragraphs) + "\n"
     (folder / "text.txt").write_text(text, "utf-8")
     (folder / "text.txt.gz").write_bytes(gzip.compress(text.encode()))
-    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in paragraphs), "utf-8")
+    (folder / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": each}) + "\n" for each in paragraphs), "utf-8"
+    )
     with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["text"], *([each] for each in paragraphs)])
     (folder / "recipe.yaml").write_text(json.dumps(TINY | {"steps": 2}, indent=1), "utf-8")
@@ -198,7 +220,12 @@ def build_world() -> Path:
     (folder / "binary.bin").write_bytes(bytes(range(256)) * 16)
     (folder / "a folder").mkdir()
     shutil.copytree(data(), folder / "data")
-    settings: dict[str, Any] = {"train_tokenizer": 300, "length": 32, "workers": 1, "shard_tokens": 640}
+    settings: dict[str, Any] = {
+        "train_tokenizer": 300,
+        "length": 32,
+        "workers": 1,
+        "shard_tokens": 640,
+    }
 
     class Stop(Exception):
         pass

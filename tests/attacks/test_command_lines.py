@@ -41,7 +41,24 @@ CALLS = {
     "reason table": "run",
     "reason train": "sudoku no_cot --out new",
 }
-NUMBERS = ["-1", "0", "x", "", "1.5", "1e9", "nan", "inf", "-inf", "1e400", "0x10", " ", "-0.0", "½", "--", "9" * 30]
+NUMBERS = [
+    "-1",
+    "0",
+    "x",
+    "",
+    "1.5",
+    "1e9",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "0x10",
+    " ",
+    "-0.0",
+    "½",
+    "--",
+    "9" * 30,
+]
 HUGE_NUMBERS = ["999999999", "2147483648", "9223372036854775807"]
 NAMES = [
     "", " ", ".", "..", "-", "--", "=", "a=b=c", "nowhere/x", "text.txt", "text.txt/x", "a folder", "empty.txt", "~/no",
@@ -51,7 +68,17 @@ NAMES = [
     "remask_lop", "adlm-pros", "cpu-nanoo",
 ]  # fmt: skip
 # A huge value of these is a long job, not a mistake.
-COUNTS = {"--n", "--draws", "--repeats", "--mauve-seeds", "--samples", "--texts", "--infills", "--seconds", "--memory"}
+COUNTS = {
+    "--n",
+    "--draws",
+    "--repeats",
+    "--mauve-seeds",
+    "--samples",
+    "--texts",
+    "--infills",
+    "--seconds",
+    "--memory",
+}
 Words = list[str]
 
 
@@ -59,7 +86,11 @@ def list_commands() -> dict[str, Any]:
     """The commands of the program by name, as click knows them."""
     group: Any = get_command(app)
     groups = ("eval", "reason")
-    inner = {f"{name} {key}": value for name in groups for key, value in group.commands[name].commands.items()}
+    inner = {
+        f"{name} {key}": value
+        for name in groups
+        for key, value in group.commands[name].commands.items()
+    }
     return {name: command for name, command in group.commands.items() if name not in groups} | inner
 
 
@@ -73,7 +104,10 @@ KEYS = [key for key in _flatten(Config()) if key not in ("steps", "folder", "dat
 
 def set_option(draw: Callable[..., Any], name: str, words: Words) -> Words:
     option = draw(st.sampled_from(OPTIONS[name]))
-    value = draw(st.sampled_from(NUMBERS if option in COUNTS else NUMBERS + HUGE_NUMBERS) | st.sampled_from(NAMES))
+    value = draw(
+        st.sampled_from(NUMBERS if option in COUNTS else NUMBERS + HUGE_NUMBERS)
+        | st.sampled_from(NAMES)
+    )
     return [*words, f"{option}={value}"] if draw(st.booleans()) else [*words, option, value]
 
 
@@ -98,7 +132,11 @@ def repeat_word(draw: Callable[..., Any], name: str, words: Words) -> Words:
 
 def misspell(draw: Callable[..., Any], name: str, words: Words) -> Words:
     place = draw(st.integers(0, len(words)))
-    return [*words[:place], *(word[:-1] + "q" for word in words[place : place + 1]), *words[place + 1 :]]
+    return [
+        *words[:place],
+        *(word[:-1] + "q" for word in words[place : place + 1]),
+        *words[place + 1 :],
+    ]
 
 
 def end_with_option(draw: Callable[..., Any], name: str, words: Words) -> Words:
@@ -108,7 +146,10 @@ def end_with_option(draw: Callable[..., Any], name: str, words: Words) -> Words:
 def override(draw: Callable[..., Any], name: str, words: Words) -> Words:
     if name != "train":
         return set_option(draw, name, words)
-    return [*words, f"{draw(st.sampled_from(KEYS))}={draw(st.sampled_from(NUMBERS + HUGE_NUMBERS + NAMES))}"]
+    return [
+        *words,
+        f"{draw(st.sampled_from(KEYS))}={draw(st.sampled_from(NUMBERS + HUGE_NUMBERS + NAMES))}",
+    ]
 
 
 CHANGES = [set_option] * 4 + [override] * 4 + [replace_word] * 2

@@ -22,7 +22,20 @@ from tests.evaluate.scorers import PROSE, causal_folder, needs, numbers
 from tests.training.runs import TEXT, get_exit_code, wait_until
 
 SLOW = 0.003  # seconds more for each file that is written or renamed: more kills fall into writing
-SAMPLES = ("--n", 12, "--length", 24, "--steps", 4, "--mauve-seeds", 1, "--device", "cpu", "--reference", PROSE)
+SAMPLES = (
+    "--n",
+    12,
+    "--length",
+    24,
+    "--steps",
+    4,
+    "--mauve-seeds",
+    1,
+    "--device",
+    "cpu",
+    "--reference",
+    PROSE,
+)
 
 
 def start(words: list[str], slow: float = 0.0, dies_at: int = 0) -> BaseProcess:
@@ -68,7 +81,11 @@ def _delay(function: Any, seconds: float) -> Any:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
@@ -94,7 +111,9 @@ def test_kills_of_prepare_change_nothing(tmp_path: Path, workers: int) -> None:
             made, torn = made + 1, torn + any(folder.glob("*.part"))
         assert get_exit_code(start([*words, str(folder)])) == 0
         assert read_files(folder) == read_files(straight)
-    print(f"prepare, {workers} workers: {made} kills in {folders} folders, {torn} in the middle of a file: same bytes")
+    print(
+        f"prepare, {workers} workers: {made} kills in {folders} folders, {torn} in the middle of a file: same bytes"
+    )
 
 
 def count_shards(folder: Path) -> int:
@@ -114,7 +133,15 @@ def count_entries(folder: Path) -> int:
 def test_kills_of_eval_samples_change_nothing(tmp_path: Path) -> None:
     needs("transformers", "mauve")
     kills, rng = count_cases(2), random.Random(0)
-    words = ["eval", "samples", trained(), "--judge", str(causal_folder(positions=256)), *map(str, SAMPLES), "--out"]
+    words = [
+        "eval",
+        "samples",
+        trained(),
+        "--judge",
+        str(causal_folder(positions=256)),
+        *map(str, SAMPLES),
+        "--out",
+    ]
     straight = tmp_path / "straight"
     assert get_exit_code(start([*words, str(straight)])) == 0
     entries = count_entries(straight)
@@ -135,13 +162,21 @@ def test_kills_of_eval_samples_change_nothing(tmp_path: Path) -> None:
                 process.kill()
             assert get_exit_code(process) == -9
             is_scoring = (folder / "samples.jsonl").exists()
-            moments["scoring" if dies_at and is_scoring else "generating" if dies_at else "any time"] += 1
+            moments[
+                "scoring" if dies_at and is_scoring else "generating" if dies_at else "any time"
+            ] += 1
         assert get_exit_code(start([*words, str(folder)])) == 0
-        results = [json.loads((each / "samples.json").read_text("utf-8")) for each in (folder, straight)]
+        results = [
+            json.loads((each / "samples.json").read_text("utf-8")) for each in (folder, straight)
+        ]
         assert numbers(results[0]) == numbers(results[1])
         files, expected = read_files(folder), read_files(straight)
         assert files.keys() == expected.keys()
         assert files["samples.jsonl"] == expected["samples.jsonl"]
-        assert sorted(files["cache.jsonl"].splitlines()) == sorted(expected["cache.jsonl"].splitlines())
+        assert sorted(files["cache.jsonl"].splitlines()) == sorted(
+            expected["cache.jsonl"].splitlines()
+        )
     assert moments["generating"] and moments["scoring"]
-    print(f"eval samples: {sum(moments.values())} kills ({moments}) of {entries} entries: same texts, scores, metrics")
+    print(
+        f"eval samples: {sum(moments.values())} kills ({moments}) of {entries} entries: same texts, scores, metrics"
+    )

@@ -15,12 +15,21 @@ from hypothesis import strategies as st
 from tests.attacks.commands import Outcome, attack, count_cases, draw_examples, run_command
 
 STEP = "run/checkpoints/step-00000005"
-GENERATE = ("sample model --length 8 --steps 2", "score text --model model --draws 2", "infill a___b --model model")
-READ_ROWS = ("train recipe.yaml data.path=data folder=new", "eval ppl model --data data --limit 2 --draws 1")
+GENERATE = (
+    "sample model --length 8 --steps 2",
+    "score text --model model --draws 2",
+    "infill a___b --model model",
+)
+READ_ROWS = (
+    "train recipe.yaml data.path=data folder=new",
+    "eval ppl model --data data --limit 2 --draws 1",
+)
 READ_ROWS += ("prepare --check --out data",)
 RESUME = ("train recipe.yaml data.path=data folder=run steps=6 checkpoint.every=5",)
 PREPARE = "prepare {} --out new --train-tokenizer 300 --length 32 --workers 1"
-HALF = ("prepare text.txt --out half --train-tokenizer 300 --length 32 --workers 1 --shard-tokens 640",)
+HALF = (
+    "prepare text.txt --out half --train-tokenizer 300 --length 32 --workers 1 --shard-tokens 640",
+)
 # What is damaged, and the commands that read it.
 FILES: dict[str, tuple[str, ...]] = {
     "model/config.json": GENERATE,
@@ -47,7 +56,23 @@ FILES: dict[str, tuple[str, ...]] = {
     "lines.jsonl": (PREPARE.format("lines.jsonl"),),
     "table.csv": (PREPARE.format("table.csv"),),
 }
-VALUES: list[Any] = [None, True, -1, 0, 1, 3, 2**31, 10**9, 10**30, 1.5, 1e308, float("nan"), float("inf"), "", "x"]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**31,
+    10**9,
+    10**30,
+    1.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+]
 VALUES += [
     "7",
     "../../x",
@@ -114,7 +139,9 @@ def replace_by_noise(mutation: Mutation, path: Path, content: bytes) -> bytes:
 
 
 def encode_otherwise(mutation: Mutation, path: Path, content: bytes) -> bytes:
-    return content.decode("utf-8", "replace").encode("utf-16" if mutation.where < 0.7 else "utf-8-sig")
+    return content.decode("utf-8", "replace").encode(
+        "utf-16" if mutation.where < 0.7 else "utf-8-sig"
+    )
 
 
 def delete(mutation: Mutation, path: Path, content: bytes) -> None:
@@ -133,7 +160,13 @@ def replace_by_loop(mutation: Mutation, path: Path, content: bytes) -> None:
 
 def list_places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) of a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in list(items):
         yield value, key
         yield from list_places(item)
@@ -171,7 +204,9 @@ def change_header(mutation: Mutation, path: Path, content: bytes) -> bytes:
     """Change one value of the header of a safetensors file, or its length."""
     (size,) = struct.unpack("<Q", content[:8])
     if mutation.where < 0.2:
-        return struct.pack("<Q", (0, 2**63, size + 1, 10**9)[int(mutation.where * 20)]) + content[8:]
+        return (
+            struct.pack("<Q", (0, 2**63, size + 1, 10**9)[int(mutation.where * 20)]) + content[8:]
+        )
     header = change_json(mutation, content[8 : 8 + size])
     return struct.pack("<Q", len(header)) + header + content[8 + size :]
 
@@ -184,7 +219,16 @@ def set_yaml_value(mutation: Mutation, path: Path, content: bytes) -> bytes:
     return "\n".join(lines).encode()
 
 
-ANY = (flip_bits, truncate, insert_noise, insert_zeros, replace_by_noise, encode_otherwise, delete, replace_by_folder)
+ANY = (
+    flip_bits,
+    truncate,
+    insert_noise,
+    insert_zeros,
+    replace_by_noise,
+    encode_otherwise,
+    delete,
+    replace_by_folder,
+)
 ANY += (replace_by_loop,)
 BY_SUFFIX: dict[str, tuple[Callable[..., bytes], ...]] = {
     ".json": (set_json_value,) * 12 + (replace_json, nest_brackets, nest_brackets),
@@ -193,7 +237,9 @@ BY_SUFFIX: dict[str, tuple[Callable[..., bytes], ...]] = {
     ".yaml": (set_yaml_value,) * 6 + (nest_brackets,),
 }
 MUTATIONS: dict[str, Callable[..., bytes | None]] = {
-    function.__name__: function for functions in (ANY, *BY_SUFFIX.values()) for function in functions
+    function.__name__: function
+    for functions in (ANY, *BY_SUFFIX.values())
+    for function in functions
 }
 
 
@@ -219,4 +265,7 @@ def execute(mutation: Mutation, folder: Path) -> Outcome:
 @pytest.mark.slow
 def test_mutated_files_are_refused_or_read(tmp_path: Path) -> None:
     cases = draw_examples({file: mutations(file) for file in FILES}, count_cases(6))
-    assert attack(cases, tmp_path, lambda each: each.file.removeprefix("run/checkpoints/"), execute) == []
+    assert (
+        attack(cases, tmp_path, lambda each: each.file.removeprefix("run/checkpoints/"), execute)
+        == []
+    )

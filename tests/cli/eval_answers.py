@@ -40,6 +40,8 @@ def narrow_table(monkeypatch: pytest.MonkeyPatch, columns: int, *words: object) 
     monkeypatch.setenv("COLUMNS", str(columns))
     result = invoke(*words)
     assert result.exit_code == 0, result.output
-    lines = [line for line in without_escapes(result.stdout).splitlines() if line[:1] in tuple("┏┃┡│└")]
+    lines = [
+        line for line in without_escapes(result.stdout).splitlines() if line[:1] in tuple("┏┃┡│└")
+    ]
     assert max(map(len, lines)) <= columns
     return lines

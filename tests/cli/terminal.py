@@ -56,11 +56,15 @@ def assert_error(result: Result, *said: str, code: int = 2) -> None:
 def process(*words: object, **env: str) -> subprocess.CompletedProcess[bytes]:
     """`python -m adlm …`, its output as bytes."""
     command = [sys.executable, "-m", "adlm", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=make_env(**env), capture_output=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=make_env(**env), capture_output=True, timeout=120, check=False
+    )
 
 
 def make_env(**env: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")
+    }
     return kept | {"OMP_NUM_THREADS": "1"} | env
 
 
@@ -69,7 +73,9 @@ def screen(*words: object, columns: int = 100, cwd: Path = ROOT) -> tuple[str, i
     ours, theirs = pty.openpty()
     env = make_env(TERM="xterm-256color", COLUMNS=str(columns), LINES="40", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "adlm", *map(str, words)]
-    with subprocess.Popen(command, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as child:
+    with subprocess.Popen(
+        command, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as child:
         os.close(theirs)
         shown = b""
         while True:

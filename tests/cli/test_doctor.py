@@ -23,14 +23,21 @@ def test_everything_required_works_here_without_importing_extras() -> None:
         "atexit.register(lambda: print('imported', sorted(extras & set(sys.modules)), file=sys.stderr));"
         "app(['doctor', '--json'])"
     )
-    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0 and done.stderr.endswith("imported []\n"), (done.stdout, done.stderr)
+    done = subprocess.run(
+        [sys.executable, "-c", line], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr.endswith("imported []\n"), (
+        done.stdout,
+        done.stderr,
+    )
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["ok"] is True and report["problems"] == []
     assert report["packages"]["adlm"] == adlm.__version__
     assert report["packages"]["torch"].startswith(torch.__version__.split("+")[0])
     assert set(report["models"]) == set(MODELS)
-    assert {"pillow", "datasets", "matplotlib"} <= report["packages"].keys() and "cores" in report["devices"]["cpu"]
+    assert {"pillow", "datasets", "matplotlib"} <= report["packages"].keys() and "cores" in report[
+        "devices"
+    ]["cpu"]
 
 
 def test_a_broken_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,10 +45,15 @@ def test_a_broken_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("doctor")
     assert result.exit_code == 1 and result.stdout.splitlines()[-1] == "broken: torchdata"
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("  torchdata ")]
-    assert "  broken: ModuleNotFoundError: " in line and "→ pip install --force-reinstall torchdata" in line
+    assert (
+        "  broken: ModuleNotFoundError: " in line
+        and "→ pip install --force-reinstall torchdata" in line
+    )
 
 
-def test_a_damaged_model_and_a_failing_driver_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_model_and_a_failing_driver_are_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damaged = tmp_path / "model"
     shutil.copytree(find_bundled_model(MODELS[0]), damaged)
     weights = damaged / "model.safetensors"
@@ -59,7 +71,9 @@ def test_a_damaged_model_and_a_failing_driver_are_problems(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("is_available", [False, True])
-def test_an_apple_gpu_is_listed_where_there_is_one(monkeypatch: pytest.MonkeyPatch, is_available: bool) -> None:
+def test_an_apple_gpu_is_listed_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, is_available: bool
+) -> None:
     monkeypatch.setattr(doctor, "MODELS", ())
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_available)
     report = json.loads(invoke("doctor", "--json").stdout)

@@ -33,16 +33,39 @@ def run_ppl(*words: object, source: Path | str | None = None) -> dict[str, Any]:
 
 
 def test_the_bundled_model_in_a_process_of_its_own() -> None:
-    words = ("eval", "ppl", "--data", documents(), "--limit", 6, "--length", 24, "--draws", 2, "--device", "cpu")
+    words = (
+        "eval",
+        "ppl",
+        "--data",
+        documents(),
+        "--limit",
+        6,
+        "--length",
+        24,
+        "--draws",
+        2,
+        "--device",
+        "cpu",
+    )
     done = process(*words, "--json")
     assert done.returncode == 0 and done.stdout.count(b"\n") == 1, done.stderr
     found = json.loads(done.stdout)
     assert found.keys() >= KEYS and found["provenance"]["versions"]["torch"] == torch.__version__
     settings = found["settings"]
-    assert settings["model"] == DEFAULT and settings["draws"] == 2 and settings["count"] == "lineage"
+    assert (
+        settings["model"] == DEFAULT and settings["draws"] == 2 and settings["count"] == "lineage"
+    )
     assert settings["weights_sha256"] == hash_weights(adlm.load(DEFAULT, device="cpu").model)
-    assert settings["data"]["length"] == 24 and settings["data"]["rows"] == "wrapped" and found["rows"] == 6
-    assert settings["data"]["tokenizer_sha256"] and found["is_bound"] is True and found["tokens"] == 6 * 24
+    assert (
+        settings["data"]["length"] == 24
+        and settings["data"]["rows"] == "wrapped"
+        and found["rows"] == 6
+    )
+    assert (
+        settings["data"]["tokenizer_sha256"]
+        and found["is_bound"] is True
+        and found["tokens"] == 6 * 24
+    )
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
@@ -52,17 +75,34 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     words = (*words, "--batch", 7, "--device", "cpu")
     expected = run_ppl(*models, *words)
     run_ppl(models[0], *words, "--out", tmp_path)
-    given = (*models, *map(str, words), "--data", str(documents()), "--out", str(tmp_path), "--json")
+    given = (
+        *models,
+        *map(str, words),
+        "--data",
+        str(documents()),
+        "--out",
+        str(tmp_path),
+        "--json",
+    )
     done = torchrun(2, "-m", "adlm", "eval", "ppl", *given)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert found["provenance"]["processes"] == 2 and json.loads((tmp_path / "perplexity.json").read_text()) == found
+    assert (
+        found["provenance"]["processes"] == 2
+        and json.loads((tmp_path / "perplexity.json").read_text()) == found
+    )
     for mine, theirs in zip(found["models"], expected["models"], strict=True):
         assert mine["rows_hash"] == theirs["rows_hash"] and mine["settings"] == theirs["settings"]
         for part, whole in ((mine, theirs), (mine["unmasking"], theirs["unmasking"])):
-            assert [part[name] for name in METRICS] == pytest.approx([whole[name] for name in METRICS], rel=1e-5)
-    assert found["differences"][0]["se"] == pytest.approx(expected["differences"][0]["se"], rel=1e-4)
-    assert len((tmp_path / "cache.0.jsonl").read_text().splitlines()) == 2  # the other two are in cache.jsonl
+            assert [part[name] for name in METRICS] == pytest.approx(
+                [whole[name] for name in METRICS], rel=1e-5
+            )
+    assert found["differences"][0]["se"] == pytest.approx(
+        expected["differences"][0]["se"], rel=1e-4
+    )
+    assert (
+        len((tmp_path / "cache.0.jsonl").read_text().splitlines()) == 2
+    )  # the other two are in cache.jsonl
 
 
 def test_several_models_and_texts(tmp_path: Path) -> None:
@@ -74,11 +114,16 @@ def test_several_models_and_texts(tmp_path: Path) -> None:
     assert [(each["data"], each["model"]) for each in found["models"]] == expected
     assert found["models"][3].keys() >= KEYS - {"provenance"}
     result = invoke("eval", "ppl", *words)
-    rows = [line.strip("│").split("│") for line in result.stdout.splitlines() if line.startswith("│")]
+    rows = [
+        line.strip("│").split("│") for line in result.stdout.splitlines() if line.startswith("│")
+    ]
     shown = [(row[0].strip(), row[1].strip()) for row in rows[:4]]
     assert shown == [(name, Path(str(run)).name) for name, run in expected]
     assert ["≤" in row[3] for row in rows[:4]] == [True, False] * 2
-    assert rows[4][1].strip() == "run-ar − run-adlm" and f"{found['differences'][0]['difference']:.4f} ±" in rows[4][3]
+    assert (
+        rows[4][1].strip() == "run-ar − run-adlm"
+        and f"{found['differences'][0]['difference']:.4f} ±" in rows[4][3]
+    )
 
 
 def test_an_order_is_a_second_estimate() -> None:
@@ -86,13 +131,24 @@ def test_an_order_is_a_second_estimate() -> None:
     plain, found = run_ppl(*words), run_ppl(*words, "--order", "margin")
     assert found["nll"] == plain["nll"] and found["kind"] == "nelbo" and "unmasking" not in plain
     second, lm = found["unmasking"], adlm.load(trained(), device="cpu")
-    assert second["kind"] == "unmasking_exact" and second["is_bound"] is False and second["se_noise"] == 0
+    assert (
+        second["kind"] == "unmasking_exact"
+        and second["is_bound"] is False
+        and second["se_noise"] == 0
+    )
     assert (second["order"], second["draws"]) == ("margin", 1)
     rows = load_eval_data(documents(), lm.tokenizer, 32, limit=10).rows
     expected = estimate_order_nll(lm.model, rows, "margin")
-    assert math.isclose(second["nll"], expected.nll, rel_tol=1e-5) and second["tokens"] == expected.tokens
+    assert (
+        math.isclose(second["nll"], expected.nll, rel_tol=1e-5)
+        and second["tokens"] == expected.tokens
+    )
     random = run_ppl(*words, "--order", "random")["unmasking"]
-    assert random["is_bound"] is True and random["kind"] == "unmasking_bound" and random["se_noise"] > 0
+    assert (
+        random["is_bound"] is True
+        and random["kind"] == "unmasking_bound"
+        and random["se_noise"] > 0
+    )
 
 
 def test_settings_are_those_of_the_estimate() -> None:
@@ -102,16 +158,28 @@ def test_settings_are_those_of_the_estimate() -> None:
     assert discrete["nll"] != run_ppl(*few)["nll"] and single["se_noise"] is None
     words = ("--rows", "documents", "--limit", 30, "--draws", 2, "--seed", 5, "--count", "text")
     found, plain = run_ppl(trained(), *words, "--attend-padding"), run_ppl(trained(), *words)
-    assert plain["settings"]["count"] == "text" and plain["settings"]["seed"] == 5 and found["nll"] != plain["nll"]
-    assert found["tokens"] == plain["tokens"] and found["settings"] == plain["settings"] | {"attend_padding": True}
-    causal = run_ppl(trained("ar"), *words, "--attend-padding")  # padding comes after the text and is never read
+    assert (
+        plain["settings"]["count"] == "text"
+        and plain["settings"]["seed"] == 5
+        and found["nll"] != plain["nll"]
+    )
+    assert found["tokens"] == plain["tokens"] and found["settings"] == plain["settings"] | {
+        "attend_padding": True
+    }
+    causal = run_ppl(
+        trained("ar"), *words, "--attend-padding"
+    )  # padding comes after the text and is never read
     assert causal["settings"]["attend_padding"] is False and causal["settings"]["draws"] == 1
 
 
-def write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, method: str, rows: str) -> None:
+def write_model(
+    folder: Path, model: LanguageModel, tokenizer: Tokenizer, method: str, rows: str
+) -> None:
     tokenizer.save(folder)
     tied = {"head.weight"} if model.config.tied else set()
-    save_file({k: v for k, v in model.state_dict().items() if k not in tied}, folder / "model.safetensors")
+    save_file(
+        {k: v for k, v in model.state_dict().items() if k not in tied}, folder / "model.safetensors"
+    )
     write_json(folder / "config.json", build_config_json(model.config, method, 0, rows))
 
 
@@ -122,10 +190,17 @@ def test_warnings(tmp_path: Path) -> None:
     book.write_text(" ".join(TEXT[:3000].split()), "utf-8")
     words = ("eval", "ppl", tmp_path, "--draws", 1, "--data")
     framed = "trained on rows of one document each, these are wrapped"
-    assert framed in invoke(*words, documents()).stderr and framed not in invoke(*words, book).stderr
-    assert "warning: standard error estimated from only 3 rows" in invoke(*words, book, "--limit", 3).stderr
+    assert (
+        framed in invoke(*words, documents()).stderr and framed not in invoke(*words, book).stderr
+    )
+    assert (
+        "warning: standard error estimated from only 3 rows"
+        in invoke(*words, book, "--limit", 3).stderr
+    )
     assert "estimated from only" not in invoke(*words, documents()).stderr
-    cut = invoke("eval", "ppl", trained(), "--data", documents(), "--rows", "documents", "--draws", 1)
+    cut = invoke(
+        "eval", "ppl", trained(), "--data", documents(), "--rows", "documents", "--draws", 1
+    )
     assert "documents are longer than a row and cut" in cut.stderr
 
 
@@ -135,14 +210,21 @@ def test_the_table_has_the_numbers_of_the_json(monkeypatch: pytest.MonkeyPatch) 
     first, second = (line for line in result.stdout.splitlines() if line.startswith("│"))
     assert "NELBO " in first and f"≤ {found['nll']:.4f} ± {found['se']:.4f}" in first
     assert f"≤ {found['ppl']:,.2f}" in first and f"{found['se_noise']:.4f}" in first
-    assert "left_to_right order: exact" in second and f" {found['unmasking']['nll']:.4f} ±" in second
+    assert (
+        "left_to_right order: exact" in second and f" {found['unmasking']['nll']:.4f} ±" in second
+    )
     assert "≤" not in second and found["rows_hash"][:8] in second
     assert "an upper bound" in result.stdout and "every token but padding" in result.stdout
     found = run_ppl(trained("mdlm"), *words[:5])
     for columns in (80, 60):  # no number is cut on a narrow terminal
-        lines = narrow_table(monkeypatch, columns, "eval", "ppl", trained("mdlm"), *words[:5], "--data", documents())
+        lines = narrow_table(
+            monkeypatch, columns, "eval", "ppl", trained("mdlm"), *words[:5], "--data", documents()
+        )
         for entry in found["models"]:
-            assert all(any(f"{entry[name]:,.{digits}f} " in line for line in lines) for name, digits in DIGITS.items())
+            assert all(
+                any(f"{entry[name]:,.{digits}f} " in line for line in lines)
+                for name, digits in DIGITS.items()
+            )
         assert any(f"{found['differences'][0]['difference']:.4f} ± " in line for line in lines)
 
 
@@ -178,9 +260,18 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
         (("--data", "SHORT", "--rows", "documents"), "a standard error needs more than 1 rows"),
         (("--data", "TEXT", "--order", "random", "--attend-padding"), "leave attend_padding out"),
         (("--data", "TEXT", "--length", "33"), "length 33 is more than the 32 tokens of"),
-        (("--data", "TEXT", "--rows", "columns"), "unknown rows 'columns': expected one of wrapped, documents"),
-        (("--data", "TEXT", "--count", "words"), "unknown count 'words': expected one of lineage, text"),
-        (("--data", "TEXT", "--order", "sideways"), "unknown order 'sideways': expected one of left_to_right,"),
+        (
+            ("--data", "TEXT", "--rows", "columns"),
+            "unknown rows 'columns': expected one of wrapped, documents",
+        ),
+        (
+            ("--data", "TEXT", "--count", "words"),
+            "unknown count 'words': expected one of lineage, text",
+        ),
+        (
+            ("--data", "TEXT", "--order", "sideways"),
+            "unknown order 'sideways': expected one of left_to_right,",
+        ),
         (("--data", "TEXT", "--draws", "0"), "--draws"),
         (("--data", "TEXT", "--out", "TEXT"), "is a file: give the name of a folder"),
         (("nobody", "--data", "TEXT"), "'nobody'"),
@@ -190,4 +281,7 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
 def test_mistakes_are_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     places = {"TEXT": documents(), "SHORT": tmp_path / "short.txt", "CAUSAL": trained("ar")}
     (tmp_path / "short.txt").write_text("few words", "utf-8")
-    assert_error(invoke("eval", "ppl", trained(), *(places.get(word, word) for word in words), "--json"), message)
+    assert_error(
+        invoke("eval", "ppl", trained(), *(places.get(word, word) for word in words), "--json"),
+        message,
+    )

@@ -20,7 +20,20 @@ from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_fold
 from tests.evaluate.test_cache import max_file_size
 from tests.training.runs import shelf
 
-FEW = ("--n", 12, "--length", 24, "--steps", 4, "--seed", 3, "--device", "cpu", "--reference", PROSE)
+FEW = (
+    "--n",
+    12,
+    "--length",
+    24,
+    "--steps",
+    4,
+    "--seed",
+    3,
+    "--device",
+    "cpu",
+    "--reference",
+    PROSE,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +55,11 @@ def evaluate(*more: object, given: str | None = None) -> dict[str, Any]:
 def write_texts(path: Path, texts: list[str]) -> tuple[object, ...]:
     """Texts in a file, and the options that measure it."""
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    path.write_text(SEPARATOR.join(texts) + "\n" if path.suffix == ".txt" else "".join(lines), "utf-8", newline="")
+    path.write_text(
+        SEPARATOR.join(texts) + "\n" if path.suffix == ".txt" else "".join(lines),
+        "utf-8",
+        newline="",
+    )
     return ("--texts", path, "--reference", PROSE, "--device", "cpu", "--seed", 3)
 
 
@@ -54,10 +71,19 @@ def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
         low, high = found[side]["mauve"]["interval"]
         assert 0 <= low <= high <= 1 and found[side]["texts"] == 12
     settings = found["settings"]
-    assert settings["samples"]["steps"] == 4 and settings["samples"]["seed"] == 3 and settings["samples"]["nfe"] <= 4
+    assert (
+        settings["samples"]["steps"] == 4
+        and settings["samples"]["seed"] == 3
+        and settings["samples"]["nfe"] <= 4
+    )
     assert settings["scorer"]["dtype"] == "float32" and settings["mauve"]["seeds"] == [0, 1]
     assert settings["reference"]["identity"]["files"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "cache.jsonl", "samples.json", "samples.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "cache.jsonl",
+        "samples.json",
+        "samples.jsonl",
+    ]
     assert json.loads((tmp_path / "samples.json").read_text("utf-8")) == found
     again, alone = evaluate(DEFAULT, *FEW, "--out", tmp_path), evaluate(DEFAULT, *FEW)
     assert numbers(again) == numbers(alone) == numbers(found)
@@ -68,13 +94,19 @@ def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
         assert numbers(evaluate(*given)) == numbers(found), name
 
 
-def test_a_full_disk_and_a_wrong_judge_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_and_a_wrong_judge_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error names the file or the judge; the same command with space and a good judge resumes."""
     monkeypatch.setattr(caches, "FLUSH_SECONDS", 0.0)
     out, given = tmp_path / "out", (DEFAULT, *FEW, "--batch", 1, "--out", tmp_path / "out")
     command = words(*given)
     with max_file_size(2000):
-        assert_error(invoke(*command), "cannot be written (File too large): free space on its disk", "resumes")
+        assert_error(
+            invoke(*command),
+            "cannot be written (File too large): free space on its disk",
+            "resumes",
+        )
     kept = read_entries(out / "cache.0.jsonl")
     assert 2 <= len(kept) < 12
     broken = shutil.copytree(causal_folder(positions=256), tmp_path / "judge")
@@ -83,7 +115,9 @@ def test_a_full_disk_and_a_wrong_judge_lose_nothing(tmp_path: Path, monkeypatch:
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     assert_error(invoke(*command, "--judge", broken), f"nats by {broken} are not finite")
     samples = read_entries(out / "cache.jsonl")
-    assert kept.items() <= samples.items() and sum(key.startswith("sample-") for key in samples) == 12
+    assert (
+        kept.items() <= samples.items() and sum(key.startswith("sample-") for key in samples) == 12
+    )
     assert numbers(evaluate(*given)) == numbers(evaluate(*given[:-2]))
     assert samples.items() <= read_entries(out / "cache.jsonl").items()
 
@@ -92,12 +126,29 @@ def test_a_judge_with_the_tokenizer_of_another_model_is_refused(tmp_path: Path) 
     from transformers import GPT2Config, GPT2LMHeadModel
 
     judge = shutil.copytree(causal_folder(positions=256), tmp_path / "judge")
-    GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=256, n_embd=8, n_layer=1, n_head=1)).save_pretrained(judge)
-    assert_error(invoke(*words(trained(), *FEW), "--judge", judge), "tokenizer of 400 tokens, but its model knows 100")
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=100, n_positions=256, n_embd=8, n_layer=1, n_head=1)
+    ).save_pretrained(judge)
+    assert_error(
+        invoke(*words(trained(), *FEW), "--judge", judge),
+        "tokenizer of 400 tokens, but its model knows 100",
+    )
 
 
 def test_texts_of_sample_are_read_back(tmp_path: Path) -> None:
-    done = invoke("sample", DEFAULT, "--n", 8, "--length", 20, "--steps", 4, "--out", tmp_path / "out.txt", "--json")
+    done = invoke(
+        "sample",
+        DEFAULT,
+        "--n",
+        8,
+        "--length",
+        20,
+        "--steps",
+        4,
+        "--out",
+        tmp_path / "out.txt",
+        "--json",
+    )
     assert read_texts(tmp_path / "out.txt") == json.loads(done.stdout)["texts"]
 
 
@@ -106,14 +157,20 @@ def test_the_table_has_the_values_of_the_json(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "samples.json").read_text("utf-8"))
     header, *rows = (line for line in result.stdout.splitlines() if "│" in line or "┃" in line)
-    assert [name.strip() for name in header.strip("┃").split("┃")] == ["metric", "samples", "real text"]
+    assert [name.strip() for name in header.strip("┃").split("┃")] == [
+        "metric",
+        "samples",
+        "real text",
+    ]
     shown = {name.strip(): cells for name, *cells in (row.strip("│").split("│") for row in rows)}
     assert len(shown) == 8
     for name, key, digits in [("Gen-PPL", "gen_ppl", 1), ("entropy (nats)", "entropy", 3), ("MAUVE (95%)", "mauve", 3),
                               ("distinct-2", "distinct_2", 3)]:  # fmt: skip
         for side, cell in zip(("samples", "reference"), shown[name], strict=True):
             assert cell.strip().startswith(f"{found[side][key]['value']:,.{digits}f} ")
-    assert "near those of real text" in result.stdout.replace("\n", " ") and "buckets" in result.stderr
+    assert (
+        "near those of real text" in result.stdout.replace("\n", " ") and "buckets" in result.stderr
+    )
     assert f"wrote {tmp_path / 'samples.json'}" in result.stderr.replace("\n", "")
 
 
@@ -125,13 +182,17 @@ def test_texts_take_no_options_of_sampling(tmp_path: Path) -> None:
 
 def test_settings_name_window_passages_and_features(tmp_path: Path) -> None:
     """For short texts the shortest passage is shorter than usual."""
-    given = write_texts(tmp_path / "texts.jsonl", [*(text[:30] for text in documents()[:3]), "long " * 400])
+    given = write_texts(
+        tmp_path / "texts.jsonl", [*(text[:30] for text in documents()[:3]), "long " * 400]
+    )
     settings = evaluate(*given, "--window", 100, "--features", encoder_folder())["settings"]
     assert settings["stride"] == 50 and settings["reference"]["shortest"] == "32 characters"
     assert settings["features"]["kind"] == "encoder" and settings["scorer"]["kind"] == "causal LM"
     given = write_texts(tmp_path / "texts.jsonl", [text[:30] for text in documents()[:3]])
     about = evaluate(*given)["settings"]["reference"]
-    shortest, longest = (int(about[name].removesuffix(" characters")) for name in ("shortest", "longest"))
+    shortest, longest = (
+        int(about[name].removesuffix(" characters")) for name in ("shortest", "longest")
+    )
     assert shortest == longest // 4 < 32
 
 
@@ -161,7 +222,11 @@ PROBLEMS = Path(__file__).parents[1] / "evaluate/problems.jsonl"
         ("anchors", ("--judge", "anyone"), "give samples too"),
         ("anchors", ("--samples", 2, "--sampler", "fast"), "unknown sampler 'fast'"),
         ("code", ("--candidates", PROBLEMS), "give problems too"),
-        ("code", ("--problems", PROBLEMS, "--k", "2"), "pass@2 needs at least 2 candidates for each problem, n is 1"),
+        (
+            "code",
+            ("--problems", PROBLEMS, "--k", "2"),
+            "pass@2 needs at least 2 candidates for each problem, n is 1",
+        ),
         ("code", ("--problems", PROBLEMS, "--k", "0"), "k=[0]: pass@k needs whole numbers from 1"),
         ("code", ("--problems", "nowhere.jsonl", "--unsafe"), "nowhere.jsonl"),
         ("code", ("--problems", PROBLEMS, "--unsafe"), "make the prompt shorter"),

@@ -14,13 +14,23 @@ CAT = "The ___ sat on the ___{2}."
 def test_the_bundled_model_fills_as_the_api_does() -> None:
     result = answer_json("infill", CAT, "--n", 2, "--seed", 4, "--device", "cpu")
     expected = adlm.load(device="cpu").infill(CAT, n=2, seed=4)
-    assert (result["texts"], result["nfe"], result["settings"]) == (expected.texts, expected.nfe, expected.settings)
+    assert (result["texts"], result["nfe"], result["settings"]) == (
+        expected.texts,
+        expected.nfe,
+        expected.settings,
+    )
     assert result["template"] == [CAT] and len(result["fills"]) == 2
 
 
 @pytest.mark.parametrize(
     "template",
-    ["___{3}", "Süß ___{1}, 東京 ___{2}\n\t🦊___{1}!  ", "a___{1}___{1}b", "  ___{2}", "<|endoftext|> ___{1} \u200b"],
+    [
+        "___{3}",
+        "Süß ___{1}, 東京 ___{2}\n\t🦊___{1}!  ",
+        "a___{1}___{1}b",
+        "  ___{2}",
+        "<|endoftext|> ___{1} \u200b",
+    ],
 )
 def test_fills_in_their_places_make_the_text(template: str) -> None:
     result = answer_json("infill", template, "--model", trained(), "--n", 2)
@@ -42,14 +52,22 @@ def test_a_template_from_stdin() -> None:
     text = "Tom ___{1}\nsaid “___{1}”."
     by_stdin = invoke("infill", "-", "--model", trained(), given=(text + "\n").encode())
     assert by_stdin.stdout == invoke("infill", text, "--model", trained()).stdout
-    assert_error(invoke("infill", "-", "--model", trained(), given=b"\xff ___"), "stdin is not UTF-8 at byte 0")
+    assert_error(
+        invoke("infill", "-", "--model", trained(), given=b"\xff ___"),
+        "stdin is not UTF-8 at byte 0",
+    )
 
 
 def test_recording_and_comparing(tmp_path: Path) -> None:
     words, page = ("infill", CAT, "--model", trained(), "--steps", 5), tmp_path / "a.html"
-    both = answer_json(*words, "--html", page, "--gif", tmp_path / "a.gif", "--compare", "ancestral")
+    both = answer_json(
+        *words, "--html", page, "--gif", tmp_path / "a.gif", "--compare", "ancestral"
+    )
     assert both["texts"] == answer_json(*words)["texts"] and '"given"' in page.read_text("utf-8")
-    assert both["compare"]["settings"]["sampler"] == "ancestral" and len(both["compare"]["fills"][0]) == 2
+    assert (
+        both["compare"]["settings"]["sampler"] == "ancestral"
+        and len(both["compare"]["fills"][0]) == 2
+    )
 
 
 @pytest.mark.parametrize(

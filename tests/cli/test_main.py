@@ -44,7 +44,11 @@ def test_help_names_the_commands_and_every_one_helps() -> None:
 
 def test_defaults_survive_the_help() -> None:
     shown = " ".join(invoke("sample", "--help").stdout.replace("│", " ").split())
-    for default in (DEFAULT, "the model's length", "128; confidence and margin: one token per step"):
+    for default in (
+        DEFAULT,
+        "the model's length",
+        "128; confidence and margin: one token per step",
+    ):
         assert f"[default: {default}]" in shown
     holes = " ".join(invoke("infill", "--help").stdout.replace("│", " ").split())
     assert "___{2,8}" in holes
@@ -53,8 +57,14 @@ def test_defaults_survive_the_help() -> None:
 def test_the_bundled_models_are_listed_with_what_they_need(tmp_path: Path) -> None:
     listed = answer_json("models")["models"]
     assert [each["model"] for each in listed] == list(MODELS)
-    assert listed[0]["method"] == "adlm" and listed[0]["memory"] == "83 MB" and "English prose" in listed[0]["about"]
-    counts = [sum(p.numel() for p in adlm.load(name, device="cpu").model.parameters()) for name in MODELS]
+    assert (
+        listed[0]["method"] == "adlm"
+        and listed[0]["memory"] == "83 MB"
+        and "English prose" in listed[0]["about"]
+    )
+    counts = [
+        sum(p.numel() for p in adlm.load(name, device="cpu").model.parameters()) for name in MODELS
+    ]
     assert [each["parameters"] for each in listed] == counts == [20_632_448, 17_329_920]
     shown = invoke("models", DEFAULT).stdout
     assert f"parameters  {counts[0]:,}" in shown and shown.endswith(f"adlm sample {DEFAULT}\n")
@@ -75,8 +85,12 @@ def test_the_recipes_are_listed_with_what_they_need() -> None:
     assert {name: by_name[name]["device"] for name in devices} == devices
     assert by_name["lm1b-ar"]["data"] == "lm1b" and by_name["lm1b-ar"]["method"] == "ar"
     assert by_name["cpu-nano"]["data"] == "TEXTS --train-tokenizer 8192 --length 128"
-    reasoning = {name: each for name, each in by_name.items() if name.startswith(("reason", "sudoku"))}
-    assert [each["device"] for each in reasoning.values()].count("1 GPU") == len(reasoning) - 1  # all but reason-quick
+    reasoning = {
+        name: each for name, each in by_name.items() if name.startswith(("reason", "sudoku"))
+    }
+    assert [each["device"] for each in reasoning.values()].count("1 GPU") == len(
+        reasoning
+    ) - 1  # all but reason-quick
     assert {each["method"] for each in reasoning.values()} == {"that of the arm"}
     assert reasoning["reason-gsm8k"]["data"] == "files of gsm8k-equations, for adlm reason train"
     assert reasoning["reason-quick"]["data"] == "generated problems, for adlm reason train"
@@ -93,10 +107,14 @@ def installed(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`adlm …` under its own name, which completion goes by."""
     line = "import sys; from adlm.cli.main import app; app(sys.argv[1:], prog_name='adlm')"
     command, env = [sys.executable, "-c", line, *words], make_env(**env)
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-@pytest.mark.parametrize(("words", "completed"), [("adlm sam", "sample"), ("adlm sample --sampl", "--sampler")])
+@pytest.mark.parametrize(
+    ("words", "completed"), [("adlm sam", "sample"), ("adlm sample --sampl", "--sampler")]
+)
 def test_a_shell_completes(words: str, completed: str) -> None:
     count = str(len(words.split()) - 1)
     done = installed(_ADLM_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)

@@ -12,7 +12,16 @@ from adlm.bundled import DEFAULT
 from adlm.cli.text import parse_sampler_options
 from adlm.defaults import DEFAULT_SAMPLER
 from adlm.view.console import escape_controls
-from tests.cli.terminal import answer_json, assert_error, invoke, make_env, process, screen, trained, without_escapes
+from tests.cli.terminal import (
+    answer_json,
+    assert_error,
+    invoke,
+    make_env,
+    process,
+    screen,
+    trained,
+    without_escapes,
+)
 from tests.training.runs import ROOT
 from tests.view.test_player import read_data
 
@@ -20,7 +29,20 @@ SHORT = ("--length", 20, "--steps", 6)
 
 
 def test_the_bundled_model_answers_with_one_json_object() -> None:
-    words = ("sample", "--n", 2, "--length", 16, "--steps", 8, "--seed", 1, "--json", "--device", "cpu")
+    words = (
+        "sample",
+        "--n",
+        2,
+        "--length",
+        16,
+        "--steps",
+        8,
+        "--seed",
+        1,
+        "--json",
+        "--device",
+        "cpu",
+    )
     done = process(*words, "--prompt", "Café – “", PYTHONIOENCODING="ascii", FORCE_COLOR="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") == 1 and done.stdout.endswith(b"}\n")
@@ -33,13 +55,19 @@ def test_the_bundled_model_answers_with_one_json_object() -> None:
 
 def test_texts_do_not_depend_on_the_batch() -> None:
     prompts = ["It was", "the ", ""]
-    expected = adlm.load(trained(), device="cpu").generate(prompts, n=2, length=20, steps=6, seed=5, temperature=0.8)
+    expected = adlm.load(trained(), device="cpu").generate(
+        prompts, n=2, length=20, steps=6, seed=5, temperature=0.8
+    )
     words = [trained(), *SHORT, "--n", 2, "--seed", 5, "--temperature", 0.8]
     for prompt in prompts:
         words += ["--prompt", prompt]
     for batch in (1, 4, 16):
         result = answer_json("sample", *words, "--batch", batch)
-        assert (result["texts"], result["nfe_each"], result["prompt"]) == (expected.texts, expected.nfe_each, prompts)
+        assert (result["texts"], result["nfe_each"], result["prompt"]) == (
+            expected.texts,
+            expected.nfe_each,
+            prompts,
+        )
     assert answer_json("sample", *words, "--seed", 6)["texts"] != expected.texts
 
 
@@ -64,15 +92,25 @@ def test_a_terminal_shows_the_steps_and_the_same_texts() -> None:
 
 
 def read_titles(page: Path) -> list[str]:
-    return [trajectory["title"] for trajectory in read_data(page.read_text("utf-8"))["trajectories"]]
+    return [
+        trajectory["title"] for trajectory in read_data(page.read_text("utf-8"))["trajectories"]
+    ]
 
 
 def test_two_samplers_compared_generate_what_each_does_alone(tmp_path: Path) -> None:
-    words, page, gif = (trained(), *SHORT, "--n", 2, "--seed", 3), tmp_path / "new" / "a.html", tmp_path / "a.gif"
+    words, page, gif = (
+        (trained(), *SHORT, "--n", 2, "--seed", 3),
+        tmp_path / "new" / "a.html",
+        tmp_path / "a.gif",
+    )
     options = ("--sampler", "remask_loop", "--option", "eta=0.3")
-    both = answer_json("sample", *words, *options, "--compare", "remask_cap", "--html", page, "--gif", gif)
+    both = answer_json(
+        "sample", *words, *options, "--compare", "remask_cap", "--html", page, "--gif", gif
+    )
     assert (both["html"], both["gif"]) == (str(page), str(gif))
-    assert both["texts"] == answer_json("sample", *words, *options)["texts"]  # recording changes nothing
+    assert (
+        both["texts"] == answer_json("sample", *words, *options)["texts"]
+    )  # recording changes nothing
     alone = answer_json("sample", *words, "--sampler", "remask_cap")
     assert both["compare"]["texts"] == alone["texts"] and both["compare"]["settings"]["steps"] == 6
     assert both["settings"]["eta"] == 0.3 and "eta" not in both["compare"]["settings"]
@@ -86,10 +124,18 @@ def test_two_samplers_compared_generate_what_each_does_alone(tmp_path: Path) -> 
 def test_two_models_compared(tmp_path: Path) -> None:
     words, page, sampler = (*SHORT, "--seed", 3), tmp_path / "a.html", ("--sampler", "ancestral")
     both = answer_json("sample", trained(), *words, *sampler, "--compare", trained("mdlm"))
-    assert both["compare"]["texts"] == answer_json("sample", trained("mdlm"), *words, *sampler)["texts"]
-    causal = answer_json("sample", trained(), *words, *sampler, "--compare", trained("ar"), "--html", page)
+    assert (
+        both["compare"]["texts"]
+        == answer_json("sample", trained("mdlm"), *words, *sampler)["texts"]
+    )
+    causal = answer_json(
+        "sample", trained(), *words, *sampler, "--compare", trained("ar"), "--html", page
+    )
     assert causal["compare"]["settings"]["sampler"] == "left_to_right"
-    assert causal["compare"]["texts"] == answer_json("sample", trained("ar"), "--length", 20, "--seed", 3)["texts"]
+    assert (
+        causal["compare"]["texts"]
+        == answer_json("sample", trained("ar"), "--length", 20, "--seed", 3)["texts"]
+    )
     assert read_titles(page) == ["run-adlm · ancestral", "run-ar · left_to_right"]
     reverse = answer_json("sample", trained("ar"), *words, "--compare", trained())
     assert reverse["compare"]["texts"] == answer_json("sample", trained(), *words)["texts"]
@@ -129,7 +175,9 @@ def test_errors(options: tuple[str, ...], message: str) -> None:
 
 
 def test_errors_of_models(tmp_path: Path) -> None:
-    assert_error(invoke("sample", "novel"), "there is no model 'novel'", "a run folder", f"one of {DEFAULT}")
+    assert_error(
+        invoke("sample", "novel"), "there is no model 'novel'", "a run folder", f"one of {DEFAULT}"
+    )
     assert_error(invoke("sample", tmp_path), "neither a run folder nor a model folder")
     assert_error(invoke("sample", trained("ar"), "--sampler", "ancestral"), "leave ancestral out")
 
@@ -138,17 +186,25 @@ def test_an_output_file_is_checked_before_the_model(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine", "utf-8")
     for option in ("--out", "--html", "--gif"):
         result = invoke("sample", "no-model", option, tmp_path / "file" / "a.gif")
-        assert_error(result, f"{option} {tmp_path / 'file' / 'a.gif'}: {tmp_path / 'file'} is a file, not a folder")
-        assert_error(invoke("sample", "no-model", option, tmp_path), f"{option} {tmp_path} is a folder")
+        assert_error(
+            result,
+            f"{option} {tmp_path / 'file' / 'a.gif'}: {tmp_path / 'file'} is a file, not a folder",
+        )
+        assert_error(
+            invoke("sample", "no-model", option, tmp_path), f"{option} {tmp_path} is a folder"
+        )
     assert_error(
-        invoke("sample", "no-model", "--html", "/proc/a.html"), "--html /proc/a.html cannot be written (/proc:"
+        invoke("sample", "no-model", "--html", "/proc/a.html"),
+        "--html /proc/a.html cannot be written (/proc:",
     )
     twice = invoke("sample", "no-model", "--out", tmp_path / "a", "--html", tmp_path / "a")
     assert_error(twice, "--html and --out are the same file")
     assert (tmp_path / "file").read_text("utf-8") == "mine"
 
 
-def test_names_of_files_do_not_control_the_terminal_and_new_folders_are_reported(tmp_path: Path) -> None:
+def test_names_of_files_do_not_control_the_terminal_and_new_folders_are_reported(
+    tmp_path: Path,
+) -> None:
     name = tmp_path / "a\x1b[31mb" / "c\x9b\u202e.html"
     result = invoke("sample", trained(), "--length", 8, "--steps", 2, "--html", name)
     assert result.exit_code == 0 and name.is_file()
@@ -160,7 +216,9 @@ def test_names_of_files_do_not_control_the_terminal_and_new_folders_are_reported
         assert not set("\x1b\x9b") & set(text), text
 
 
-def test_a_gif_without_pillow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gif_without_pillow_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     result = invoke("sample", "no-model", "--gif", tmp_path / "a.gif")
     assert_error(result, "--gif needs Pillow")
@@ -172,5 +230,7 @@ def test_sampler_options_are_numbers_true_or_false() -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m adlm sample {trained()} --length 20 --steps 2 --n 2 | true"
-    done = subprocess.run(command, shell=True, cwd=ROOT, env=make_env(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=make_env(), capture_output=True, text=True, check=False
+    )
     assert "Traceback" not in done.stderr and "error" not in done.stderr, done.stderr

@@ -18,9 +18,21 @@ def test_the_scores_are_the_apis() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") == 1
     answer = json.loads(done.stdout)
-    assert answer["settings"] == {"model": DEFAULT, "method": "adlm", "draws": 8, "seed": 3, "device": "cpu"}
-    for text, result, expected in zip(TEXTS, answer["scores"], adlm.load(device="cpu").score(TEXTS, draws=8, seed=3)):
-        assert result["text"] == text and result["tokens"] == expected.tokens and result["is_exact"] is False
+    assert answer["settings"] == {
+        "model": DEFAULT,
+        "method": "adlm",
+        "draws": 8,
+        "seed": 3,
+        "device": "cpu",
+    }
+    for text, result, expected in zip(
+        TEXTS, answer["scores"], adlm.load(device="cpu").score(TEXTS, draws=8, seed=3)
+    ):
+        assert (
+            result["text"] == text
+            and result["tokens"] == expected.tokens
+            and result["is_exact"] is False
+        )
         for name in ("nll", "stderr", "ppl", "bits_per_byte"):
             assert math.isclose(result[name], getattr(expected, name), rel_tol=1e-4)
 
@@ -38,7 +50,9 @@ def test_the_table_has_the_values_of_the_json() -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 60])
-def test_numbers_are_whole_in_a_narrow_terminal_and_in_a_pipe(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_whole_in_a_narrow_terminal_and_in_a_pipe(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = "worst\nof times,\x1b[31m it was"
     monkeypatch.setattr("adlm.cli.text.MAX_TEXT_WIDTH", 23)
     words = ("score", TEXTS[0], long, "--model", trained(), "--draws", 8)
@@ -50,7 +64,11 @@ def test_numbers_are_whole_in_a_narrow_terminal_and_in_a_pipe(columns: int, monk
     assert "\x1b[31m" not in shown and "worst↵of times,␛[31m i… │" in piped
     for text in (without_escapes(shown), piped):
         for score in scores:
-            for number in (f"≤ {score['nll']:.3f}", f"± {score['stderr']:.3f}", f"≤ {score['ppl']:,.1f}"):
+            for number in (
+                f"≤ {score['nll']:.3f}",
+                f"± {score['stderr']:.3f}",
+                f"≤ {score['ppl']:,.1f}",
+            ):
                 assert f"{number} " in text
             assert f"≤ {score['bits_per_byte']:.3f} " in text
 
@@ -71,7 +89,9 @@ def test_texts_from_arguments_files_and_stdin(tmp_path: Path) -> None:
     texts = [score["text"] for score in json.loads(result.stdout)["scores"]]
     assert texts == ["given", "from stdin", "One text\nof two lines.", "first", "second – é"]
     assert "empty lines skipped: 1" in result.stderr
-    by_stdin = answer_json("score", "--lines", "-", "--model", trained(), "--draws", 2, given="first\nsecond – é\n")
+    by_stdin = answer_json(
+        "score", "--lines", "-", "--model", trained(), "--draws", 2, given="first\nsecond – é\n"
+    )
     assert [score["text"] for score in by_stdin["scores"]] == texts[3:]
     alone = answer_json("score", "first", "--model", trained(), "--draws", 2)["scores"][0]
     assert math.isclose(by_stdin["scores"][0]["nll"], alone["nll"], rel_tol=1e-4)
@@ -84,7 +104,10 @@ def test_texts_from_arguments_files_and_stdin(tmp_path: Path) -> None:
         (("",), "score"),
         (("word " * 50,), "make it shorter"),
         (("a", "--draws", "1"), "--draws"),
-        (("--file", "nowhere.txt"), "nowhere.txt cannot be read (No such file or directory): give a file of text"),
+        (
+            ("--file", "nowhere.txt"),
+            "nowhere.txt cannot be read (No such file or directory): give a file of text",
+        ),
     ],
 )
 def test_errors(words: tuple[str, ...], message: str) -> None:

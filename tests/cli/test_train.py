@@ -20,7 +20,14 @@ from adlm.training.logging import read_metrics
 from tests.cli.terminal import invoke
 from tests.training.runs import ROOT, TEXT, arguments, data, run
 
-SMALL = ("batch=8", "model.dim=32", "model.heads=2", "model.anchor_layers=1", "optimizer.warmup=3", "device=cpu")
+SMALL = (
+    "batch=8",
+    "model.dim=32",
+    "model.heads=2",
+    "model.anchor_layers=1",
+    "optimizer.warmup=3",
+    "device=cpu",
+)
 
 
 def nano(folder: Path, *changes: str, source: Path | None = None) -> list[str]:
@@ -46,12 +53,18 @@ def test_a_run_ends_with_its_folder_and_its_metrics(tmp_path: Path) -> None:
     *_, place, metrics = result.output.strip().splitlines()
     assert str(tmp_path / "run" / "checkpoints" / "latest") in place
     valid = last_valid(tmp_path / "run")
-    assert metrics.startswith(f"{tmp_path / 'run'}: validation perplexity at most {valid['val/ppl']:.2f}")
+    assert metrics.startswith(
+        f"{tmp_path / 'run'}: validation perplexity at most {valid['val/ppl']:.2f}"
+    )
     assert f"unigram model {valid['unigram/ppl']:.2f}" in metrics
     for name in ("checkpoints/latest/model.safetensors", "metrics.jsonl", "config.yaml"):
         assert (tmp_path / "run" / name).is_file()
     loaded = load_model(tmp_path / "run")
-    assert (loaded.step, loaded.model.config.vocab_size, loaded.model.config.length) == (12, 300, 32)
+    assert (loaded.step, loaded.model.config.vocab_size, loaded.model.config.length) == (
+        12,
+        300,
+        32,
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +106,10 @@ def test_damaged_data_are_refused(tmp_path: Path, damage: str) -> None:
         ("device=cuda:99", "cuda"),
         ("resume=nowhere", "is not a checkpoint"),
         ("batch=100000000", "Reduce micro_batch"),
-        ("log.track=[paper]", "unknown tracker 'paper': expected one of tensorboard, wandb, trackio"),
+        (
+            "log.track=[paper]",
+            "unknown tracker 'paper': expected one of tensorboard, wandb, trackio",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_message(tmp_path: Path, change: str, message: str) -> None:
@@ -110,13 +126,27 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [("valid.every=100",), ("valid.every=1",), ("guard.spike=null", "log.every=100", "valid.every=100")],
+    [
+        ("valid.every=100",),
+        ("valid.every=1",),
+        ("guard.spike=null", "log.every=100", "valid.every=100"),
+    ],
     ids=["seen in the loss", "seen in validation", "not looked for"],
 )
 def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple[str, ...]) -> None:
-    result = invoke("train", *arguments(tmp_path, "optimizer.lr=1e30", "checkpoint.every=100", *changes))
-    assert_error(result, 1, "step", "failures", "Look at these rows, or start a new run with a smaller optimizer.lr")
-    assert "resume=" not in result.output and "guard.spike" not in result.output  # there is no checkpoint, and no spike
+    result = invoke(
+        "train", *arguments(tmp_path, "optimizer.lr=1e30", "checkpoint.every=100", *changes)
+    )
+    assert_error(
+        result,
+        1,
+        "step",
+        "failures",
+        "Look at these rows, or start a new run with a smaller optimizer.lr",
+    )
+    assert (
+        "resume=" not in result.output and "guard.spike" not in result.output
+    )  # there is no checkpoint, and no spike
     kept = list((tmp_path / "failures").glob("step-*-process-0"))
     assert len(kept) == 1
     assert load_file(kept[0] / "batch.safetensors")["tokens"].shape == (8, 32)
@@ -126,22 +156,43 @@ def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple
 def test_a_spike_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     spike = ("guard.window=5", "guard.spike=0.01", "optimizer.lr=1e-6", "steps=60", "log.every=1")
     result = invoke("train", *arguments(tmp_path, *spike))
-    assert_error(result, 1, "guard.spike=0.01", "failures", "a larger guard.spike, or null, resumes this run from step")
+    assert_error(
+        result,
+        1,
+        "guard.spike=0.01",
+        "failures",
+        "a larger guard.spike, or null, resumes this run from step",
+    )
     path = verify_checkpoint(tmp_path / "checkpoints" / "latest")
     failed = int(next((tmp_path / "failures").iterdir()).name.split("-")[1])
     assert 5 <= load_model(path).step < failed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_signal_during_the_imports_has_the_exit_code_of_a_stop(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "adlm", "train", "cpu-nano", f"data.path={data()}", f"folder={tmp_path / 'run'}"]
+def test_a_stop_signal_during_the_imports_has_the_exit_code_of_a_stop(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "adlm",
+        "train",
+        "cpu-nano",
+        f"data.path={data()}",
+        f"folder={tmp_path / 'run'}",
+    ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         status, mask = Path(f"/proc/{process.pid}/status"), 1 << number - 1
-        while not int(status.read_text("utf-8").split("SigCgt:")[1].split()[0], 16) & mask:  # caught by no handler yet
+        while (
+            not int(status.read_text("utf-8").split("SigCgt:")[1].split()[0], 16) & mask
+        ):  # caught by no handler yet
             assert process.poll() is None
             time.sleep(0.001)
         process.send_signal(number)
-        assert process.communicate(timeout=60)[1] == "stopped; the same command starts or resumes the run\n"
+        assert (
+            process.communicate(timeout=60)[1]
+            == "stopped; the same command starts or resumes the run\n"
+        )
     assert process.returncode == 75 and not (tmp_path / "run").exists()
 
 
@@ -150,7 +201,9 @@ def test_with_json_stdout_has_only_the_result(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     printed, valid = json.loads(result.stdout), last_valid(tmp_path)
     assert (printed["folder"], printed["step"]) == (str(tmp_path), 10)
-    assert printed["valid"] == {name: valid[name] for name in ("val/nll", "val/ppl", "val/stderr", "unigram/ppl")}
+    assert printed["valid"] == {
+        name: valid[name] for name in ("val/nll", "val/ppl", "val/stderr", "unigram/ppl")
+    }
     assert load_model(Path(printed["checkpoint"])).step == 10
     assert "validation perplexity" in result.stderr  # progress
     wrong = invoke("train", *arguments(tmp_path, "stepps=3"), "--json")
@@ -172,7 +225,12 @@ def test_a_line_of_python_is_enough(tmp_path: Path) -> None:
     given = f"folder={str(tmp_path)!r}, data={{'path': {str(data())!r}}}, steps=12, **{changes!r}"
     code = f"import adlm; run = adlm.train('recipes/cpu-nano.yaml', {given}); print(run.step, run.valid)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.strip().splitlines()[-1].startswith("12 {'val/nll': ")

@@ -12,7 +12,9 @@ from adlm.data.batches import Batch, ShuffledBatches, TensorRows, is_valid
 ROWS = TensorRows(torch.arange(22)[:, None].expand(22, 3).contiguous(), torch.arange(22) % 3 + 1)
 
 
-def take_batches(count: int, batch: int = 6, state: dict[str, Any] | None = None, **options: Any) -> list[Batch]:
+def take_batches(
+    count: int, batch: int = 6, state: dict[str, Any] | None = None, **options: Any
+) -> list[Batch]:
     source = ShuffledBatches(ROWS, batch, **options)
     if state is not None:
         source.load_state_dict(state)
@@ -33,21 +35,32 @@ def test_every_row_comes_at_most_once_an_epoch_with_its_tokens_and_length() -> N
     batches = take_batches(6)  # 22 rows are 3 batches of 6 and 4 rows left over
     for epoch in (batches[:3], batches[3:]):
         assert len({number for batch in epoch for number in batch.number.tolist()}) == 18
-    assert [batch.state for batch in batches[2:4]] == [{"epoch": 0, "rows": 18}, {"epoch": 1, "rows": 6}]
+    assert [batch.state for batch in batches[2:4]] == [
+        {"epoch": 0, "rows": 18},
+        {"epoch": 1, "rows": 6},
+    ]
     assert numbers(batches[:3]) != numbers(batches[3:])
-    assert sorted(torch.cat([batch.number for batch in take_batches(2, batch=11)]).tolist()) == list(range(22))
+    assert sorted(
+        torch.cat([batch.number for batch in take_batches(2, batch=11)]).tolist()
+    ) == list(range(22))
     for batch in batches:
         valid = batch.valid()
         assert batch.lengths is not None and valid is not None
         assert torch.equal(batch.tokens, batch.number[:, None].expand(6, 3))
-        assert torch.equal(batch.lengths, batch.number % 3 + 1) and torch.equal(valid.sum(1), batch.lengths)
+        assert torch.equal(batch.lengths, batch.number % 3 + 1) and torch.equal(
+            valid.sum(1), batch.lengths
+        )
     assert is_valid(torch.tensor([0, 2]), 3).tolist() == [[False] * 3, [True, True, False]]
 
 
 def test_the_order_follows_from_the_seed() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    assert numbers(take_batches(5, seed=1)) == numbers(take_batches(5, seed=1)) != numbers(take_batches(5, seed=2))
+    assert (
+        numbers(take_batches(5, seed=1))
+        == numbers(take_batches(5, seed=1))
+        != numbers(take_batches(5, seed=2))
+    )
     assert torch.equal(torch.get_rng_state(), before), "the caller's generator was used"
 
 
@@ -67,7 +80,10 @@ def test_the_global_batch_does_not_depend_on_the_processes(size: int) -> None:
     for k, batch in enumerate(whole):
         parts = [share[k] for share in shares]
         assert rows_by_place(parts) == rows_by_place([batch])
-        assert all(len(part.tokens) == 6 // size and part.total == 6 and part.state == batch.state for part in parts)
+        assert all(
+            len(part.tokens) == 6 // size and part.total == 6 and part.state == batch.state
+            for part in parts
+        )
 
 
 def test_resume_with_another_number_of_processes() -> None:
@@ -88,7 +104,9 @@ def test_a_batch_larger_than_the_data_repeats_rows_with_other_noise() -> None:
 def test_the_parts_of_a_batch_are_the_batch() -> None:
     batch = take_batches(1)[0]
     parts = batch.split(4)
-    assert [len(part.tokens) for part in parts] == [4, 2] and batch.split(6) == [batch] == batch.split(100)
+    assert [len(part.tokens) for part in parts] == [4, 2] and batch.split(6) == [
+        batch
+    ] == batch.split(100)
     for name in ("tokens", "lengths", "number", "place"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
     assert all(part.total == 6 and part.state == batch.state for part in parts)

@@ -6,7 +6,13 @@ from adlm.data.detokenizers import DETOKENIZERS
 from tests import goldens
 
 GOLDEN = goldens.facts("detokenizers")
-NAMES = {"wikitext": "wt", "ptb": "ptb", "lm1b": "lm1b", "lambada": "lambada", "scientific_papers": "scientific_papers"}
+NAMES = {
+    "wikitext": "wt",
+    "ptb": "ptb",
+    "lm1b": "lm1b",
+    "lambada": "lambada",
+    "scientific_papers": "scientific_papers",
+}
 
 
 def test_every_detokenizer_has_golden_strings() -> None:
@@ -20,7 +26,9 @@ def test_every_detokenizer_has_golden_strings() -> None:
         *(
             (name, text, expected)
             for name, short in NAMES.items()
-            for text, expected in zip(GOLDEN["inputs"], GOLDEN["outputs"][f"{short}_detokenizer"], strict=True)
+            for text, expected in zip(
+                GOLDEN["inputs"], GOLDEN["outputs"][f"{short}_detokenizer"], strict=True
+            )
         ),
         # Forms that the golden strings leave out.
         ("wikitext", "at 20 ° C , 1 @,@ 000 m", "at 20°C, 1,000 m"),

@@ -37,7 +37,12 @@ SMALL: dict[str, Any] = {"tokenizer": "bytes", "length": 64, "shard_tokens": 64 
 def make_source(texts: list[str], name: str = "texts") -> Source:
     sizes = [len(text.encode("utf-8", "replace")) for text in texts]
     digest = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
-    return Source(name, {"texts": digest}, sum(sizes), lambda: zip(texts, accumulate(sizes), itertools.repeat(True)))
+    return Source(
+        name,
+        {"texts": digest},
+        sum(sizes),
+        lambda: zip(texts, accumulate(sizes), itertools.repeat(True)),
+    )
 
 
 def stop_after(rows: int) -> Callable[[PrepareProgress], None]:
@@ -55,15 +60,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        module, "chunk_documents", lambda documents, skip: chunk_documents(documents, skip=skip, characters=2000)
+        module,
+        "chunk_documents",
+        lambda documents, skip: chunk_documents(documents, skip=skip, characters=2000),
     )
 
 
 def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -> None:
     manifest = prepare(make_source(TEXTS), tmp_path, **SMALL | {"tokenizer": "gpt2"})
     gpt2, data = load_tokenizer("gpt2"), open_data(tmp_path, verify=True)
-    expected, _ = wrap_rows([token for text in TEXTS for token in [*gpt2.encode(text), 50_256]], 64, 50_256, 50_256)
-    train, valid = (data.rows(split).fetch(range(len(data.rows(split))))[0].numpy() for split in ("train", "valid"))
+    expected, _ = wrap_rows(
+        [token for text in TEXTS for token in [*gpt2.encode(text), 50_256]], 64, 50_256, 50_256
+    )
+    train, valid = (
+        data.rows(split).fetch(range(len(data.rows(split))))[0].numpy()
+        for split in ("train", "valid")
+    )
     assert np.array_equal(np.concatenate([train, valid]), expected)
     assert len(valid) == count_valid_rows(len(expected), 0.01)
     assert np.array_equal(data.counts().numpy(), np.bincount(train.ravel(), minlength=50_258))
@@ -74,13 +86,19 @@ def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -
         text = sum(len(gpt2.decode(row, skip_special=True).encode()) for row in rows.tolist())
         assert abs(splits[split]["bytes"] - text) < 0.02 * text + 100
     assert splits["train"]["bytes"] + splits["valid"]["bytes"] <= TEXT_BYTES
-    assert len(TEXTS) <= splits["train"]["documents"] + splits["valid"]["documents"] <= len(TEXTS) + 1
+    assert (
+        len(TEXTS) <= splits["train"]["documents"] + splits["valid"]["documents"] <= len(TEXTS) + 1
+    )
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: str) -> None:
     for workers in (1, 2, 3):
-        prepare(make_source(TEXTS), tmp_path / str(workers), **SMALL | {"workers": workers, "rows": rows})
+        prepare(
+            make_source(TEXTS),
+            tmp_path / str(workers),
+            **SMALL | {"workers": workers, "rows": rows},
+        )
     one = contents(tmp_path / "1")
     assert one == contents(tmp_path / "2") == contents(tmp_path / "3")
     assert len([name for name in one if name.endswith(".bin")]) > 2
@@ -102,7 +120,9 @@ def test_rows_of_one_document_are_cut_padded_and_measured(tmp_path: Path) -> Non
     assert manifest["splits"]["train"]["documents"] == len(tokens) == 18
 
 
-def prepare_in_child(seconds: float | None, syncs: int | None, *arguments: Any, **options: Any) -> int:
+def prepare_in_child(
+    seconds: float | None, syncs: int | None, *arguments: Any, **options: Any
+) -> int:
     """Prepare in a process that is killed after so many seconds, or at its n-th fsync; return its status."""
     child = os.fork()
     if child == 0:
@@ -126,10 +146,17 @@ def prepare_in_child(seconds: float | None, syncs: int | None, *arguments: Any, 
 
 
 @pytest.mark.parametrize(("rows", "valid"), [("wrapped", "cut"), ("documents", "own")])
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, rows: str, valid: str) -> None:
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
+    tmp_path: Path, rows: str, valid: str
+) -> None:
     source = make_source(TEXTS)
-    options: dict[str, Any] = SMALL | {"rows": rows, "shard_tokens": 64 * (60 if rows == "wrapped" else 15)}
-    options |= {"valid": make_source(TEXTS[:40], "other")} if valid == "own" else {"valid_share": 0.15}
+    options: dict[str, Any] = SMALL | {
+        "rows": rows,
+        "shard_tokens": 64 * (60 if rows == "wrapped" else 15),
+    }
+    options |= (
+        {"valid": make_source(TEXTS[:40], "other")} if valid == "own" else {"valid_share": 0.15}
+    )
     prepare(source, tmp_path / "whole", **options)
     rng, killed, shards = random.Random(f"{rows} {valid}"), 0, []
     for attempt in range(40):
@@ -152,7 +179,9 @@ def test_a_kill_while_the_valid_split_is_cut_off_loses_nothing(tmp_path: Path, s
     source, options = make_source(TEXTS[:60]), SMALL | {"valid_share": 0.5, "workers": 1}
     with mock.patch("os.fsync", wraps=os.fsync) as fsync:
         prepare(source, tmp_path / "whole", **options)
-    status = prepare_in_child(None, fsync.call_count + 1 - 2 * syncs, source, tmp_path / "killed", **options)
+    status = prepare_in_child(
+        None, fsync.call_count + 1 - 2 * syncs, source, tmp_path / "killed", **options
+    )
     assert os.WIFSIGNALED(status)
     prepare(source, tmp_path / "killed", **options)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
@@ -179,7 +208,9 @@ def test_a_full_disk_is_an_error_and_finished_shards_are_kept(tmp_path: Path) ->
     ):
         prepare(make_source(TEXTS), tmp_path / "full", **SMALL)
     assert raised.value.errno == errno.ENOSPC
-    assert list((tmp_path / "full").glob("train-*.bin")) and not list((tmp_path / "full").glob("*.part"))
+    assert list((tmp_path / "full").glob("train-*.bin")) and not list(
+        (tmp_path / "full").glob("*.part")
+    )
     prepare(make_source(TEXTS), tmp_path / "full", **SMALL)
     assert contents(tmp_path / "full") == contents(tmp_path / "whole")
 
@@ -188,7 +219,9 @@ def test_other_settings_need_another_folder_or_overwrite(tmp_path: Path) -> None
     first = prepare(make_source(TEXTS), tmp_path, **SMALL)
     (tmp_path / "notes.txt").write_text("not ours")
     times = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert prepare(make_source(TEXTS), tmp_path, **SMALL | {"workers": 1}) == first  # workers decide nothing
+    assert (
+        prepare(make_source(TEXTS), tmp_path, **SMALL | {"workers": 1}) == first
+    )  # workers decide nothing
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
     changed = SMALL | {"length": 32, "tokenizer": "gpt2"}
     message = r"(?s)tokenizer: .* there, .*50258.* now.*length: 64 there, 32 now.*--overwrite"
@@ -202,11 +235,18 @@ def test_other_settings_need_another_folder_or_overwrite(tmp_path: Path) -> None
 
 
 def test_a_valid_source_of_its_own_is_used_whole(tmp_path: Path) -> None:
-    manifest = prepare(make_source(TEXTS), tmp_path, **SMALL, valid=make_source(TEXTS[:20], "other"))
+    manifest = prepare(
+        make_source(TEXTS), tmp_path, **SMALL, valid=make_source(TEXTS[:20], "other")
+    )
     assert manifest["splits"]["train"]["rows"] == (TEXT_BYTES + len(TEXTS)) // 62  # none held out
-    assert manifest["splits"]["valid"]["rows"] == sum(len(text.encode()) + 1 for text in TEXTS[:20]) // 62
+    assert (
+        manifest["splits"]["valid"]["rows"]
+        == sum(len(text.encode()) + 1 for text in TEXTS[:20]) // 62
+    )
     assert manifest["valid_from"] == "a source of its own"
-    assert list(prepare(make_source(TEXTS), tmp_path / "all", **SMALL, valid_share=0)["splits"]) == ["train"]
+    assert list(
+        prepare(make_source(TEXTS), tmp_path / "all", **SMALL, valid_share=0)["splits"]
+    ) == ["train"]
 
 
 @given(st.integers(3, 100_000), st.sampled_from([0.001, 0.01, 0.3]))
@@ -216,8 +256,12 @@ def test_held_out_rows_are_a_share_but_not_too_few_nor_all(rows: int, share: flo
     assert held <= max(share * rows, 64)
 
 
-@pytest.mark.parametrize(("texts", "message"), [(["tiny"], "5? ?fills no row"), (["x" * 70], "1 rows of length 64")])
-def test_too_little_text_is_an_error_and_leaves_nothing_behind(tmp_path: Path, texts: list[str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("texts", "message"), [(["tiny"], "5? ?fills no row"), (["x" * 70], "1 rows of length 64")]
+)
+def test_too_little_text_is_an_error_and_leaves_nothing_behind(
+    tmp_path: Path, texts: list[str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(make_source(texts), tmp_path, **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -235,17 +279,23 @@ def test_a_tokenizer_is_trained_and_survives_a_stop(tmp_path: Path) -> None:
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-def test_a_tokenizer_is_trained_on_the_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_on_the_first_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "TOKENIZER_BYTES", 5000)
     first = "".join(module.read_first_documents(make_source(TEXTS), 5000))
     assert "".join(TEXTS).startswith(first) and 4900 < len(first.encode()) < 5100
     manifest = prepare(make_source(TEXTS), tmp_path, length=64, train_tokenizer=400)
-    expected = train_bpe(module.read_first_documents(make_source(TEXTS), 5000), 400, end_token=END_OF_TEXT)
+    expected = train_bpe(
+        module.read_first_documents(make_source(TEXTS), 5000), 400, end_token=END_OF_TEXT
+    )
     assert manifest["tokenizer"]["sha256"] == expected.sha256
 
 
 def test_a_named_dataset_has_its_own_settings(tmp_path: Path) -> None:
-    (tmp_path / "lm1b.txt").write_text("\n".join(f"Sentence {i} , as the news had it ." for i in range(50)))
+    (tmp_path / "lm1b.txt").write_text(
+        "\n".join(f"Sentence {i} , as the news had it ." for i in range(50))
+    )
     manifest = prepare(f"lm1b:{tmp_path / 'lm1b.txt'}", tmp_path / "a", workers=1)
     settings = (manifest["tokenizer"]["name"], manifest["length"], manifest["rows"])
     assert settings == ("bert-base-uncased", 128, "documents")
@@ -271,15 +321,25 @@ def test_a_named_dataset_has_its_own_settings(tmp_path: Path) -> None:
         ({"train_tokenizer": 300}, "'bytes' and train_tokenizer are both given: leave one out"),
     ],
 )
-def test_invalid_settings_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(make_source(TEXTS), tmp_path, **SMALL | changes)
 
 
-@pytest.mark.parametrize(("length", "text"), [(1024, "too short"), (3, "too short"), (64, "long enough " * 100)])
+@pytest.mark.parametrize(
+    ("length", "text"), [(1024, "too short"), (3, "too short"), (64, "long enough " * 100)]
+)
 def test_files_of_the_user_are_never_removed(tmp_path: Path, length: int, text: str) -> None:
     """Neither if the text is too short nor with `overwrite`, even if their names resemble those of shards."""
-    for name in ("train-small.txt", "valid-notes.txt", "train-00000-of-00001.parquet", "film.mkv.part", "a.ends"):
+    for name in (
+        "train-small.txt",
+        "valid-notes.txt",
+        "train-00000-of-00001.parquet",
+        "film.mkv.part",
+        "a.ends",
+    ):
         (tmp_path / name).write_text(text)
     kept = contents(tmp_path)
     options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "length": length}
@@ -308,7 +368,9 @@ def test_two_processes_do_not_prepare_one_folder(tmp_path: Path) -> None:
     refusals = []
 
     def prepare_again(_: PrepareProgress) -> None:
-        with pytest.raises(ValueError, match=r"another process prepares .*: wait for it, or change --out"):
+        with pytest.raises(
+            ValueError, match=r"another process prepares .*: wait for it, or change --out"
+        ):
             prepare(make_source(TEXTS), tmp_path, **SMALL, overwrite=True)
         refusals.append(1)
 
@@ -320,7 +382,9 @@ def test_two_processes_do_not_prepare_one_folder(tmp_path: Path) -> None:
 def test_long_documents_are_cut_without_a_trace_and_resumed(
     tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(["\n\n".join(TEXTS), *TEXTS[:30]]), "utf-8")
+    (tmp_path / "a.txt").write_text(
+        "\n<|endoftext|>\n".join(["\n\n".join(TEXTS), *TEXTS[:30]]), "utf-8"
+    )
     source, options = open_source(tmp_path / "a.txt"), SMALL | {"rows": rows, "tokenizer": "gpt2"}
     options["shard_tokens"] = 64 * (30 if rows == "wrapped" else 5)
     before = prepare(source, tmp_path / "whole", **options)
@@ -332,9 +396,17 @@ def test_long_documents_are_cut_without_a_trace_and_resumed(
     ]
     for split, totals in after["splits"].items():
         assert totals["documents"] == before["splits"][split]["documents"]
-        assert abs(totals["bytes"] - before["splits"][split]["bytes"]) < 0.05 * before["splits"][split]["bytes"]
+        assert (
+            abs(totals["bytes"] - before["splits"][split]["bytes"])
+            < 0.05 * before["splits"][split]["bytes"]
+        )
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, tmp_path / "stopped", **options, on_progress=stop_after(100 if rows == "wrapped" else 10))
+        prepare(
+            source,
+            tmp_path / "stopped",
+            **options,
+            on_progress=stop_after(100 if rows == "wrapped" else 10),
+        )
     prepare(source, tmp_path / "stopped", **options)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "cut")
     tokenizers = []
@@ -344,7 +416,9 @@ def test_long_documents_are_cut_without_a_trace_and_resumed(
     assert tokenizers[0] == tokenizers[1]
 
 
-def test_a_source_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_hashed_once_and_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("adlm.data.sources.MIN_KNOWN_BYTES", 1)
     monkeypatch.setattr("adlm.data.sources.KNOWN_HASHES", known := {})
     monkeypatch.setattr(module, "KNOWN_HASHES", known)
@@ -363,14 +437,19 @@ def test_a_source_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkey
         prepare(path, out, **SMALL)
         assert (out / "hashes.json").read_bytes() == hashes
     path.write_text(text[:10_000] + "X" + text[10_001:])  # in the middle
-    with pytest.raises(ValueError, match=r"(?s)with other settings:\n  source: .*'sha256': '\w{64}'.* there"):
+    with pytest.raises(
+        ValueError, match=r"(?s)with other settings:\n  source: .*'sha256': '\w{64}'.* there"
+    ):
         prepare(path, out, **SMALL)
 
 
 def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(make_source(TEXTS), tmp_path, on_progress=stop_after(350), **SMALL)
-    progress, state = tmp_path / "progress.json", json.loads((tmp_path / "progress.json").read_text("utf-8"))
+    progress, state = (
+        tmp_path / "progress.json",
+        json.loads((tmp_path / "progress.json").read_text("utf-8")),
+    )
 
     def change(**values: object) -> Callable[[], object]:
         return lambda: progress.write_text(json.dumps(state | values), "utf-8")
@@ -378,7 +457,10 @@ def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None
     damages: list[tuple[Callable[[], object], str]] = [
         (change(splits=state["splits"] | {"valid": [[]]}), "progress.json has splits"),
         (change(tokenizer="7"), "progress.json has tokenizer '7'"),
-        (change(splits={"train": state["splits"]["train"] | {"end": [0, "1", 2]}}), "progress.json has splits"),
+        (
+            change(splits={"train": state["splits"]["train"] | {"end": [0, "1", 2]}}),
+            "progress.json has splits",
+        ),
         (
             lambda: (change()(), os.truncate(tmp_path / "train-00001.bin", 100)),
             "train-00001.bin has 100 bytes, 12,800 expected",

@@ -15,7 +15,14 @@ import torch
 
 from adlm.data.packing import PackedRows, iterate_blocks
 from adlm.data.prepare import prepare
-from adlm.data.shards import ShardedRows, choose_dtype, describe_shard, file_lock, open_data, write_shard
+from adlm.data.shards import (
+    ShardedRows,
+    choose_dtype,
+    describe_shard,
+    file_lock,
+    open_data,
+    write_shard,
+)
 from adlm.data.tokenizers import load_tokenizer
 from tests.data.test_prepare import make_source
 
@@ -26,13 +33,20 @@ def write_rows(
     folder: Path, *, dtype: str = "uint16", is_padded: bool = False
 ) -> tuple[ShardedRows, np.ndarray, np.ndarray]:
     """Write rows to shards of four, in uneven pieces."""
-    rows = np.random.default_rng(0).integers(0, 2**16 if dtype == "uint16" else 2**31, (ROWS, LENGTH))
+    rows = np.random.default_rng(0).integers(
+        0, 2**16 if dtype == "uint16" else 2**31, (ROWS, LENGTH)
+    )
     lengths = np.arange(ROWS) % LENGTH + 1
     parts = (
-        PackedRows(rows[piece], lengths[piece] if is_padded else None, np.zeros((len(piece), 3), np.int64))
+        PackedRows(
+            rows[piece], lengths[piece] if is_padded else None, np.zeros((len(piece), 3), np.int64)
+        )
         for piece in np.split(np.arange(ROWS), [1, 3, 12])
     )
-    records = [write_shard(folder, "train", i, block, dtype) for i, block in enumerate(iterate_blocks(parts, 4))]
+    records = [
+        write_shard(folder, "train", i, block, dtype)
+        for i, block in enumerate(iterate_blocks(parts, 4))
+    ]
     shards = tuple((record["file"], record["rows"]) for record in records)
     return ShardedRows(folder, LENGTH, dtype, is_padded, shards), rows, lengths
 
@@ -42,14 +56,23 @@ def write_rows(
 def test_rows_are_fetched_in_any_order(tmp_path: Path, dtype: str, is_padded: bool) -> None:
     rows, tokens, lengths = write_rows(tmp_path, dtype=dtype, is_padded=is_padded)
     assert len(rows) == ROWS and len(rows.shards) == 6
-    orders: list = [list(range(ROWS)), [22, 0, 7, 7, 3], [], torch.tensor([5, 4]), range(4, 9), np.array([1, 20])]
+    orders: list = [
+        list(range(ROWS)),
+        [22, 0, 7, 7, 3],
+        [],
+        torch.tensor([5, 4]),
+        range(4, 9),
+        np.array([1, 20]),
+    ]
     for order in orders:
         fetched, fetched_lengths = rows.fetch(order)
         index = np.array(list(order), dtype=int)
         assert fetched.dtype == torch.int64 and np.array_equal(fetched.numpy(), tokens[index])
         assert (fetched_lengths is None) == (not is_padded)
         if fetched_lengths is not None:
-            assert fetched_lengths.dtype == torch.int64 and np.array_equal(fetched_lengths.numpy(), lengths[index])
+            assert fetched_lengths.dtype == torch.int64 and np.array_equal(
+                fetched_lengths.numpy(), lengths[index]
+            )
     for index in (ROWS, -1):
         with pytest.raises(IndexError, match=f"row {index} of {ROWS}"):
             rows.fetch([0, index])
@@ -82,7 +105,15 @@ def test_two_bytes_hold_at_most_65536_ids() -> None:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     texts = [f"Document {i} says a few words." for i in range(60)]
-    prepare(make_source(texts), folder, tokenizer="bytes", length=32, rows="documents", shard_tokens=32 * 20, workers=1)
+    prepare(
+        make_source(texts),
+        folder,
+        tokenizer="bytes",
+        length=32,
+        rows="documents",
+        shard_tokens=32 * 20,
+        workers=1,
+    )
     return folder
 
 
@@ -94,8 +125,15 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
 def test_a_prepared_folder(prepared: Path) -> None:
     data = open_data(prepared, verify=True)
     assert (data.vocab_size, data.mask_id, data.length, data.is_padded) == (258, 257, 32, True)
-    assert data.splits == ("train", "valid") and (len(data.rows("train")), len(data.rows("valid"))) == (54, 6)
-    assert data.tokenizer.sha256 == data.manifest["tokenizer"]["sha256"] == load_tokenizer("bytes").sha256
+    assert data.splits == ("train", "valid") and (
+        len(data.rows("train")),
+        len(data.rows("valid")),
+    ) == (54, 6)
+    assert (
+        data.tokenizer.sha256
+        == data.manifest["tokenizer"]["sha256"]
+        == load_tokenizer("bytes").sha256
+    )
     tokens, lengths = data.rows("train").fetch([30])
     assert lengths is not None
     row = tokens[0, : int(lengths[0])].tolist()
@@ -103,7 +141,9 @@ def test_a_prepared_folder(prepared: Path) -> None:
     with pytest.raises(ValueError, match="no split 'test': it has train, valid"):
         data.rows("test")
     counts = data.counts()
-    assert counts.shape == (258,) and int(counts.sum()) == data.manifest["splits"]["train"]["tokens"]
+    assert (
+        counts.shape == (258,) and int(counts.sum()) == data.manifest["splits"]["train"]["tokens"]
+    )
     assert int(counts[256]) == 2 * 54 and int(counts[257]) == 0
 
 
@@ -124,7 +164,9 @@ def change(key: str, value: object) -> Callable[[Path], object]:
 
     def write(path: Path) -> None:
         content = json.loads(path.read_text()) | {key: value}
-        path.write_text(json.dumps({name: each for name, each in content.items() if each is not REMOVED}))
+        path.write_text(
+            json.dumps({name: each for name, each in content.items() if each is not REMOVED})
+        )
 
     return write
 
@@ -142,11 +184,22 @@ def change_shard(key: str, value: object) -> Callable[[Path], object]:
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", Path.unlink, "make it with `adlm prepare SOURCE --out"),
     ("manifest.json", change("format", 2), "has format 2, which is not valid: .*--overwrite"),
-    ("manifest.json", lambda path: path.rename(path.with_name("progress.json")), "run the same `adlm prepare` again"),
+    (
+        "manifest.json",
+        lambda path: path.rename(path.with_name("progress.json")),
+        "run the same `adlm prepare` again",
+    ),
     ("manifest.json", lambda path: path.write_text("[]"), "has no format: .*--overwrite"),
-    *(("manifest.json", change(key, REMOVED), f"has no {key}") for key in ("rows", "length", "tokenizer")),
+    *(
+        ("manifest.json", change(key, REMOVED), f"has no {key}")
+        for key in ("rows", "length", "tokenizer")
+    ),
     ("manifest.json", change("dtype", REMOVED), "shards do not fit"),
-    ("manifest.json", change("vocab_size", 2**40), "has vocab_size 1099511627776, which is not valid"),
+    (
+        "manifest.json",
+        change("vocab_size", 2**40),
+        "has vocab_size 1099511627776, which is not valid",
+    ),
     ("manifest.json", change("length", -32), "has length -32,"),
     ("manifest.json", change("length", "32"), "has length '32',"),
     ("manifest.json", change("length", 10**9), "shards do not fit"),
@@ -156,7 +209,11 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", change("source", "text"), "has source 'text',"),
     ("manifest.json", change("settings", {"tokenizer": 3}), "has settings {'tokenizer': 3},"),
     ("manifest.json", change("splits", []), r"has splits \[\],"),
-    ("manifest.json", change_shard("file", "../../outside-00000.bin"), "has splits .*, which is not valid"),
+    (
+        "manifest.json",
+        change_shard("file", "../../outside-00000.bin"),
+        "has splits .*, which is not valid",
+    ),
     ("manifest.json", change_shard("rows", 2**61), "shards do not fit"),
     ("manifest.json", change_shard("rows", "4"), "has splits"),
     ("manifest.json", lambda path: path.write_text("[" * 200_000), "is not JSON .*--overwrite"),
@@ -172,7 +229,9 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("file", "damage", "message"), DAMAGE)
-def test_a_damaged_folder_is_refused(folder: Path, file: str, damage: Callable[[Path], object], message: str) -> None:
+def test_a_damaged_folder_is_refused(
+    folder: Path, file: str, damage: Callable[[Path], object], message: str
+) -> None:
     damage(folder / file)
     with pytest.raises(ValueError, match=message):
         open_data(folder)

@@ -56,7 +56,9 @@ def make_parquet(rows: list[dict[str, Any]] = ROWS) -> bytes:
 FORMATS: dict[str, Callable[[], bytes]] = {
     "a.txt": lambda: "\n<|endoftext|>\n".join(TEXTS).encode(),
     "a.tokens": lambda: ("\n<|endoftext|>\n".join(TEXTS) + "\n<|endoftext|>\n").encode(),
-    "a.unknown": lambda: "\r\n<|endoftext|>\r\n".join(text.replace("\n", "\r\n") for text in TEXTS).encode(),
+    "a.unknown": lambda: "\r\n<|endoftext|>\r\n".join(
+        text.replace("\n", "\r\n") for text in TEXTS
+    ).encode(),
     "a.jsonl": lambda: "\n".join(map(json.dumps, ROWS)).encode(),
     "texts.jsonl": lambda: "\n".join(map(json.dumps, TEXTS)).encode(),
     "lines.json": lambda: "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode(),
@@ -76,21 +78,30 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, name: str, packed
     read = list(source.read())
     assert [text for text, _ in read] == TEXTS
     positions = [position for _, position in read]
-    assert positions == sorted(positions) and positions[-1] == source.total_bytes == path.stat().st_size
+    assert (
+        positions == sorted(positions)
+        and positions[-1] == source.total_bytes == path.stat().st_size
+    )
     assert texts(source) == TEXTS
     assert json.loads(json.dumps(source.identity)) == source.identity == open_source(path).identity
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 100])
 @pytest.mark.parametrize("name", [name for name in FORMATS if "parquet" not in name])
-def test_chunks_do_not_matter(tmp_path: Path, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_matter(
+    tmp_path: Path, name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = FORMATS[name]().replace(b"x" * 200_000, b"x" * 99)
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
     monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     monkeypatch.setattr(formats, "PART_CHARACTERS", 2 * size)
     expected = [text.replace("x" * 200_000, "x" * 99) for text in TEXTS]
-    assert texts(open_source(tmp_path / name)) == texts(open_source(tmp_path / f"{name}.gz")) == expected
+    assert (
+        texts(open_source(tmp_path / name))
+        == texts(open_source(tmp_path / f"{name}.gz"))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3, 1 << 20])
@@ -106,14 +117,28 @@ def test_other_encodings_are_known_by_their_byte_order_mark(
 
 
 @pytest.mark.parametrize("rule", formats.RULES)
-def test_long_documents_come_in_parts(tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_come_in_parts(
+    tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(rule)
-    pieces = ["\n<|endoftext|>\n", "<|endoftext|>", "\r\n", "\n\n", " \n", "é世\u3000", "word ", "x" * 500, "\ufeff"]
+    pieces = [
+        "\n<|endoftext|>\n",
+        "<|endoftext|>",
+        "\r\n",
+        "\n\n",
+        " \n",
+        "é世\u3000",
+        "word ",
+        "x" * 500,
+        "\ufeff",
+    ]
     weights = [2, 5, 5, 1, 9, 50, 50, 50, 1]
     (tmp_path / "a.txt").write_bytes("".join(rng.choices(pieces, weights, k=3000)).encode())
     source = open_source(tmp_path / "a.txt", documents=rule)
     whole = list(source.parts())
-    assert all(is_last for _, _, is_last in whole) and [text for text, _, _ in whole] == texts(source)
+    assert all(is_last for _, _, is_last in whole) and [text for text, _, _ in whole] == texts(
+        source
+    )
     monkeypatch.setattr(formats, "PART_CHARACTERS", 100)
     for size in (50, 777, 1 << 20):
         monkeypatch.setattr(formats, "CHUNK_BYTES", size)
@@ -168,12 +193,32 @@ RULED = "<|endoftext|>\n a <|endoftext|>\nb\n \n\n<|endoftext|>\n<|endoftext|>\n
     [
         ("auto", [" a <|endoftext|>\nb\n \n", "c<|endoftext|>\n\td\n\n\ne "]),
         ("file", [RULED[:-1]]),
-        ("line", ["<|endoftext|>", "a <|endoftext|>", "b", *["<|endoftext|>"] * 2, "c<|endoftext|>", "d", "e"]),
-        ("blank", ["<|endoftext|>\n a <|endoftext|>\nb", "<|endoftext|>\n<|endoftext|>\nc<|endoftext|>\n\td", "e"]),
+        (
+            "line",
+            [
+                "<|endoftext|>",
+                "a <|endoftext|>",
+                "b",
+                *["<|endoftext|>"] * 2,
+                "c<|endoftext|>",
+                "d",
+                "e",
+            ],
+        ),
+        (
+            "blank",
+            [
+                "<|endoftext|>\n a <|endoftext|>\nb",
+                "<|endoftext|>\n<|endoftext|>\nc<|endoftext|>\n\td",
+                "e",
+            ],
+        ),
         ("every-line", [line if line.strip() else "" for line in RULED.splitlines(keepends=True)]),
     ],
 )
-def test_rules(tmp_path: Path, rule: str, expected: list[str], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules(
+    tmp_path: Path, rule: str, expected: list[str], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text(RULED)
     monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     assert texts(open_source(tmp_path / "a.txt", documents=rule)) == expected
@@ -182,27 +227,58 @@ def test_rules(tmp_path: Path, rule: str, expected: list[str], size: int, monkey
 @pytest.mark.parametrize(
     ("name", "content", "options", "expected"),
     [
-        ("a.txt.gz", gzip.compress(b"one ", mtime=0) + gzip.compress(b"two", mtime=0) + b"\0" * 9, {}, ["one two"]),
+        (
+            "a.txt.gz",
+            gzip.compress(b"one ", mtime=0) + gzip.compress(b"two", mtime=0) + b"\0" * 9,
+            {},
+            ["one two"],
+        ),
         ("a.csv", b"\xef\xbb\xbftext,b\nx,y\n", {}, ["x"]),  # a byte order mark is no text
         ("a.csv", CSV, {"column": "1+2"}, ['A title Two\nlines, "quoted"', "B C"]),
         ("a.csv", CSV, {"column": "2"}, ['Two\nlines, "quoted"', "C"]),
         ("a.csv", CSV, {"column": "text|2"}, ['Two\nlines, "quoted"', "C"]),
         ("a.jsonl", b'{"q": "Why?", "n": 1, "a": "So."}\n', {"column": "q+a"}, ["Why? So."]),
         ("a.jsonl", b'{"n": 1, "body": "So."}\n', {}, ["So."]),  # the one column of text
-        ("a.jsonl", b'{"title": "A"}\n{"title": "B", "text": "the text"}\n', {"column": "title"}, ["A", "B"]),
-        ("a.jsonl", b'{"text": "half \\ud800 a pair, \\ud83d\\ude00"}\n', {}, ["half ? a pair, \U0001f600"]),
+        (
+            "a.jsonl",
+            b'{"title": "A"}\n{"title": "B", "text": "the text"}\n',
+            {"column": "title"},
+            ["A", "B"],
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "half \\ud800 a pair, \\ud83d\\ude00"}\n',
+            {},
+            ["half ? a pair, \U0001f600"],
+        ),
         ("a.txt", b"it is n't <unk>\n", {"detokenizer": "ptb"}, ["it isn't ?"]),
-        ("a.txt", load_excerpt().encode(), {}, [load_excerpt().removesuffix("\n")]),  # no separator: one document
+        (
+            "a.txt",
+            load_excerpt().encode(),
+            {},
+            [load_excerpt().removesuffix("\n")],
+        ),  # no separator: one document
     ],
     ids=range(11),
 )
-def test_what_is_read(tmp_path: Path, name: str, content: bytes, options: Any, expected: list[str]) -> None:
+def test_what_is_read(
+    tmp_path: Path, name: str, content: bytes, options: Any, expected: list[str]
+) -> None:
     (tmp_path / name).write_bytes(content)
     assert texts(open_source(tmp_path / name, **options)) == expected
 
 
 def test_folders_are_read_in_a_natural_order(tmp_path: Path) -> None:
-    names = ["b/1.txt", "part-10.txt", "part-3.jsonl", "part-2.txt", "part-02.txt", "a.txt", "part-1.txt.gz", "Z.txt"]
+    names = [
+        "b/1.txt",
+        "part-10.txt",
+        "part-3.jsonl",
+        "part-2.txt",
+        "part-02.txt",
+        "a.txt",
+        "part-1.txt.gz",
+        "Z.txt",
+    ]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         content = (json.dumps({"text": name}) if name.endswith("jsonl") else name).encode()
@@ -210,10 +286,21 @@ def test_folders_are_read_in_a_natural_order(tmp_path: Path) -> None:
     for ignored in (".hidden.txt", ".git/x.txt", "notes.md", "LICENSE"):
         (tmp_path / ignored).parent.mkdir(exist_ok=True)
         (tmp_path / ignored).write_text("not this")
-    order = ["Z.txt", "a.txt", "b/1.txt", "part-1.txt.gz", "part-02.txt", "part-2.txt", "part-3.jsonl", "part-10.txt"]
+    order = [
+        "Z.txt",
+        "a.txt",
+        "b/1.txt",
+        "part-1.txt.gz",
+        "part-02.txt",
+        "part-2.txt",
+        "part-3.jsonl",
+        "part-10.txt",
+    ]
     source = open_source(tmp_path)
     read = list(source.read())
-    assert [text for text, _ in read] == [file["name"] for file in source.identity["files"]] == order
+    assert (
+        [text for text, _ in read] == [file["name"] for file in source.identity["files"]] == order
+    )
     assert read[-1][1] == source.total_bytes
 
 
@@ -222,10 +309,16 @@ def test_the_files_of_a_split(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert texts(open_source(tmp_path)) == ["train-0.txt", "train-1.txt"]
-    assert texts(open_source(tmp_path, split="valid")) == texts(open_source(tmp_path, split="dev")) == ["my.valid.txt"]
+    assert (
+        texts(open_source(tmp_path, split="valid"))
+        == texts(open_source(tmp_path, split="dev"))
+        == ["my.valid.txt"]
+    )
     assert texts(open_source(tmp_path, split="test")) == ["test/a.txt"]
     assert len(texts(open_source(tmp_path, split="all"))) == 4
-    with pytest.raises(ValueError, match=r"no file of the split 'extra'; it has test, train, validation"):
+    with pytest.raises(
+        ValueError, match=r"no file of the split 'extra'; it has test, train, validation"
+    ):
         open_source(tmp_path, split="extra")
     (tmp_path / "more.txt").write_text("?")
     with pytest.raises(ValueError, match=r"is named after a split, more.txt is not.*split='all'"):
@@ -234,7 +327,13 @@ def test_the_files_of_a_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("split", "expected"),
-    [("train[1:3]", "bc"), ("train[:-1]", "abc"), ("train[-1:]", "d"), ("train[-3:-1]", "bc"), ("train[2:]", "cd")],
+    [
+        ("train[1:3]", "bc"),
+        ("train[:-1]", "abc"),
+        ("train[-1:]", "d"),
+        ("train[-3:-1]", "bc"),
+        ("train[2:]", "cd"),
+    ],
 )
 def test_slices_of_documents(tmp_path: Path, split: str, expected: str) -> None:
     (tmp_path / "a.txt").write_text("a\nb\n")
@@ -248,7 +347,9 @@ def test_slices_of_documents(tmp_path: Path, split: str, expected: str) -> None:
         open_source(tmp_path, split="train[1]")
 
 
-def test_the_identity_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_identity_is_that_of_the_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
     here.mkdir()
     (here / "a.txt").write_text("some text")
@@ -258,19 +359,32 @@ def test_the_identity_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest
     shutil.copytree(here, there)
     os.utime(there / "a.txt", (1, 1))
     monkeypatch.chdir(tmp_path)
-    assert before == open_source(there).identity == open_source("there").identity == open_source("./there/").identity
-    assert before != open_source(here, documents="line").identity != open_source(here, detokenizer="ptb").identity
+    assert (
+        before
+        == open_source(there).identity
+        == open_source("there").identity
+        == open_source("./there/").identity
+    )
+    assert (
+        before
+        != open_source(here, documents="line").identity
+        != open_source(here, detokenizer="ptb").identity
+    )
     (here / "a.txt").write_text("some tex7")
     assert before != open_source(here).identity
 
 
-def test_the_limit_of_a_document_is_not_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_document_is_not_one_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "MAX_WHOLE_BYTES", 9)
     (tmp_path / "a.txt").write_text("eight...\n" * 5)
     assert texts(open_source(tmp_path / "a.txt", documents="line")) == ["eight..."] * 5
 
 
-def test_a_hash_is_reused_for_an_unchanged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_is_reused_for_an_unchanged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "MIN_KNOWN_BYTES", 8)
     path = tmp_path / "a.txt"
 
@@ -285,12 +399,19 @@ def test_a_hash_is_reused_for_an_unchanged_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sources, "hash_file", hash_file)
     time.sleep(0.02)  # a tick of the file system's clock
     assert first != identify("abcd!!!!!!efgh", 1000)  # with another change time only
-    assert describe_version(path).split()[3:] == [str(path.stat().st_dev), str(path.stat().st_ctime_ns)]
+    assert describe_version(path).split()[3:] == [
+        str(path.stat().st_dev),
+        str(path.stat().st_ctime_ns),
+    ]
     assert len({first, identify("abcd!!!!!!efgh", 2000), identify("abcd......efgh.", 1000)}) == 3
-    assert len({identify(text, time.time()) for text in ("now......", "now!!!!!!")}) == 2  # too recent to be reused
+    assert (
+        len({identify(text, time.time()) for text in ("now......", "now!!!!!!")}) == 2
+    )  # too recent to be reused
     known = open_source(path).hashes
     os.utime(path, (3000, 3000))
-    assert known == {} and list(open_source(path).hashes.values()) == [open_source(path).identity["files"][0]["sha256"]]
+    assert known == {} and list(open_source(path).hashes.values()) == [
+        open_source(path).identity["files"][0]["sha256"]
+    ]
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -306,7 +427,9 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
         list(documents)
 
 
-def test_many_files_are_identified_by_one_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_are_identified_by_one_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "MAX_LISTED_FILES", 2)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name)
@@ -317,7 +440,15 @@ def test_many_files_are_identified_by_one_hash(tmp_path: Path, monkeypatch: pyte
 
 
 GOOD = "some text, long enough for a packed stream to be cut\n" * 50
-PATHS = ("no/such/place", "./here", "gone.txt", "gone.jsonl.gz", "~/no-such-folder", "a/", "lm1b:no/such/place")
+PATHS = (
+    "no/such/place",
+    "./here",
+    "gone.txt",
+    "gone.jsonl.gz",
+    "~/no-such-folder",
+    "a/",
+    "lm1b:no/such/place",
+)
 
 
 @pytest.mark.parametrize(
@@ -339,14 +470,29 @@ def test_missing_sources(spec: str, message: str) -> None:
         ("a.jsonl", b'{"text": "x"}\n{"text": oops}\n', {}, r"a.jsonl, line 2 is not JSON"),
         ("a.jsonl", b'{"a": "x", "b": "y"}\n', {}, r"no text column 'text'; choose one.*'a', 'b'"),
         ("a.jsonl", b'{"a": "x", "b": "y"}\n', {"column": "c"}, r"no text column 'c'.*'a', 'b'"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', {}, r"line 2 has no column 'text'; there are: 'txt'"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"txt": "y"}\n',
+            {},
+            r"line 2 has no column 'text'; there are: 'txt'",
+        ),
         ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', {}, r"line 2: column 'text' holds None"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', {}, r"line 2 is not JSON .*an array"),
-        ("a.jsonl", b'{"a": "A"}\n{"text": "x"}\n', {}, r"line 1 has no column 'text'; there are: 'a'.*--column"),
+        (
+            "a.jsonl",
+            b'{"a": "A"}\n{"text": "x"}\n',
+            {},
+            r"line 1 has no column 'text'; there are: 'a'.*--column",
+        ),
         ("a.jsonl", b'{"text": 1}\n', {}, r"has no text column 'text'"),
         ("a.json", b'[{"text": "x"}, {"text": }]', {}, r"line 1 is not JSON .*\(Expecting value"),
         ("a.json", b'[{"text": "x"}, ', {}, r"line 1 is not JSON"),
-        ("a.csv", b"a,b\nx,y\n", {}, r"no text column 'text'.*'a', 'b'; where there is no header, give numbers"),
+        (
+            "a.csv",
+            b"a,b\nx,y\n",
+            {},
+            r"no text column 'text'.*'a', 'b'; where there is no header, give numbers",
+        ),
         ("a.csv", b"x,y\nz\n", {"column": "1"}, r"line 2 has no column '1'; there are: '0'"),
         ("a.csv", b'text\n"open\n', {}, r"line 2: unexpected end of data"),
         ("a.txt", b"caf\xe9 au lait", {}, r"byte 3 \(0xe9\) is not UTF-8.*iconv"),
@@ -357,7 +503,12 @@ def test_missing_sources(spec: str, message: str) -> None:
         ("a.jsonl", b'{"text": "x"}\n{"text": "\0"}', {}, r"byte 24 is NUL"),
         ("a.txt", b"\xff\xfea", {}, r"begins as UTF-16 and is not sound \(truncated data\)"),
         ("a.json", b"[" * 100_000, {}, r"line 1 is not JSON"),
-        ("a.txt.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], {}, r"not a sound gzip file.*ended before"),
+        (
+            "a.txt.gz",
+            gzip.compress(GOOD.encode(), mtime=0)[:-12],
+            {},
+            r"not a sound gzip file.*ended before",
+        ),
         ("a.txt.gz", b"not packed at all", {}, r"not a sound gzip file"),
         ("a.txt", b"", {}, r"is empty"),
         ("a.txt", b" \n\n", {}, r"holds no document"),
@@ -365,11 +516,23 @@ def test_missing_sources(spec: str, message: str) -> None:
         ("a.csv", b"text\n", {}, r"holds no document"),
         ("a.txt", b"x", {"column": "text"}, r"column 'text' is for tables"),
         ("a.jsonl", b'{"text": "x"}', {"documents": "line"}, r"a row is a document"),
-        ("a.txt", b"x", {"documents": "page"}, r"unknown documents 'page': expected one of auto, file, line"),
-        ("a.txt", b"x", {"detokenizer": "moses"}, r"unknown detokenizer 'moses': expected one of wikitext"),
+        (
+            "a.txt",
+            b"x",
+            {"documents": "page"},
+            r"unknown documents 'page': expected one of auto, file, line",
+        ),
+        (
+            "a.txt",
+            b"x",
+            {"detokenizer": "moses"},
+            r"unknown detokenizer 'moses': expected one of wikitext",
+        ),
     ],
 )
-def test_files_with_errors(tmp_path: Path, name: str, content: bytes, options: dict[str, Any], message: str) -> None:
+def test_files_with_errors(
+    tmp_path: Path, name: str, content: bytes, options: dict[str, Any], message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(open_source(tmp_path / name, **options).read())
@@ -390,10 +553,14 @@ def test_folders_of_markup_and_patterns(tmp_path: Path, glob: Any, expected: lis
         (tmp_path / name).write_text(name)
     assert texts(open_source(tmp_path, glob=glob)) == expected
     _, skipped = sources.select_files(tmp_path, glob=(glob,) if isinstance(glob, str) else glob)
-    assert skipped == sorted({"a.md", "b.py", "deep/c.html", "d.rst", "LICENSE", "e.png"} - set(expected))
+    assert skipped == sorted(
+        {"a.md", "b.py", "deep/c.html", "d.rst", "LICENSE", "e.png"} - set(expected)
+    )
     with pytest.raises(ValueError, match=r"no name of the pattern \*\.txt; found: LICENSE, a.md"):
         open_source(tmp_path, glob="*.txt")
-    with pytest.raises(ValueError, match=r"glob '\*' selects files of a folder, and .*a.md is a file"):
+    with pytest.raises(
+        ValueError, match=r"glob '\*' selects files of a folder, and .*a.md is a file"
+    ):
         open_source(tmp_path / "a.md", glob="*")
 
 
@@ -413,7 +580,9 @@ def test_folders_with_errors(tmp_path: Path, files: list[str], message: str) -> 
 
 
 @pytest.mark.parametrize(("module", "spec"), [("pyarrow", "a.parquet"), ("datasets", "owner/name")])
-def test_a_missing_extra_is_named(tmp_path: Path, module: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(
+    tmp_path: Path, module: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
     monkeypatch.chdir(tmp_path)

@@ -16,8 +16,15 @@ TOKENIZER = train_bpe(DOCUMENTS, 300, end_token="<|endoftext|>")
 ROWS, LENGTH = 4, 32
 
 
-def stream(state=STREAM_START, *, workers=0, size=1, documents=DOCUMENTS, tokenizer=TOKENIZER, **options):
-    source = Source("texts", {"documents": len(documents)}, None, lambda: ((text, 0, True) for text in documents))
+def stream(
+    state=STREAM_START, *, workers=0, size=1, documents=DOCUMENTS, tokenizer=TOKENIZER, **options
+):
+    source = Source(
+        "texts",
+        {"documents": len(documents)},
+        None,
+        lambda: ((text, 0, True) for text in documents),
+    )
     options |= {"block": 50, "seed": 3, "size": size, "workers": workers}
     batches = StreamedBatches(source, tokenizer, LENGTH, ROWS * size, **options)
     batches.load_state_dict(state)
@@ -33,7 +40,9 @@ def expected_rows(documents) -> set[tuple[int, ...]]:
 
 
 def same(a, b) -> bool:
-    return torch.equal(a.tokens, b.tokens) and torch.equal(a.number, b.number) and a.state == b.state
+    return (
+        torch.equal(a.tokens, b.tokens) and torch.equal(a.number, b.number) and a.state == b.state
+    )
 
 
 def test_an_epoch_is_every_row_once_and_shuffled() -> None:
@@ -46,7 +55,9 @@ def test_an_epoch_is_every_row_once_and_shuffled() -> None:
     expected = expected_rows(DOCUMENTS)
     assert len(expected) - ROWS < len(seen) == len(set(seen)) and set(seen) <= expected
     assert numbers == list(range(len(numbers)))
-    again = [tuple(row) for batch in islice(stream(), len(seen) // ROWS) for row in batch.tokens.tolist()]
+    again = [
+        tuple(row) for batch in islice(stream(), len(seen) // ROWS) for row in batch.tokens.tolist()
+    ]
     assert again == seen
 
 
@@ -69,8 +80,13 @@ def test_rows_of_one_document_have_lengths() -> None:
 
 
 def test_processes_share_the_documents() -> None:
-    shares = [{tuple(row) for b in islice(stream(rank=r, size=2), 60) for row in b.tokens.tolist()} for r in (0, 1)]
-    assert shares[0] <= expected_rows(DOCUMENTS[0::2]) and shares[1] <= expected_rows(DOCUMENTS[1::2])
+    shares = [
+        {tuple(row) for b in islice(stream(rank=r, size=2), 60) for row in b.tokens.tolist()}
+        for r in (0, 1)
+    ]
+    assert shares[0] <= expected_rows(DOCUMENTS[0::2]) and shares[1] <= expected_rows(
+        DOCUMENTS[1::2]
+    )
     places = [next(iter(stream(rank=r, size=2))) for r in (0, 1)]
     assert sorted(torch.cat([b.place for b in places]).tolist()) == list(range(2 * ROWS))
     assert not set(places[0].number.tolist()) & set(places[1].number.tolist())
@@ -86,10 +102,20 @@ def test_too_little_text_is_an_error() -> None:
 def test_a_run_on_a_stream_resumes_bit_for_bit(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(DOCUMENTS), "utf-8")
-    changes = [f"data.stream={text}", "data.shuffle=40", "checkpoint.every=3", "checkpoint.keep=9", "steps=8"]
+    changes = [
+        f"data.stream={text}",
+        "data.shuffle=40",
+        "checkpoint.every=3",
+        "checkpoint.keep=9",
+        "steps=8",
+    ]
     run(tmp_path / "whole", *changes)
     run(tmp_path / "parts", *changes)
-    run(tmp_path / "parts", *changes, f"resume={tmp_path / 'parts' / 'checkpoints' / 'step-00000003'}")
+    run(
+        tmp_path / "parts",
+        *changes,
+        f"resume={tmp_path / 'parts' / 'checkpoints' / 'step-00000003'}",
+    )
     assert_same(tmp_path / "whole", tmp_path / "parts")
     text.write_text("\n<|endoftext|>\n".join(DOCUMENTS[:-1]), "utf-8")
     with pytest.raises(ValueError, match="other data"):

@@ -20,14 +20,24 @@ from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
 
 TOKENIZER = train_bpe([load_excerpt()[:20_000]], 400)
-LOADED = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased", "bytes", "characters")}
+LOADED = {
+    name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased", "bytes", "characters")
+}
 LOADED["trained"] = TOKENIZER
 # Parts of a text that look like special tokens.
-SPECIAL = st.sampled_from(["[MASK]", "[CLS]", "[SEP]", "[PAD]", "[BOS]", "<|endoftext|>", "<mask>", " ", "a", "\n"])
+SPECIAL = st.sampled_from(
+    ["[MASK]", "[CLS]", "[SEP]", "[PAD]", "[BOS]", "<|endoftext|>", "<mask>", " ", "a", "\n"]
+)
 
 
 def get_ids(tokenizer: Tokenizer) -> tuple[int | None, ...]:
-    return tokenizer.vocab_size, tokenizer.mask_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    return (
+        tokenizer.vocab_size,
+        tokenizer.mask_id,
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.pad_id,
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -58,11 +68,22 @@ def test_named_tokenizers_are_the_published_ones() -> None:
     text = "Hello world, it's 2025.\n\n  café — naïve\n"
     gpt2 = [15496, 995, 11, 340, 338, 32190, 13, 628, 220, 40304, 851, 41492, 198]
     assert LOADED["gpt2"].encode(text) == gpt2
-    assert LOADED["bert-base-uncased"].encode("Hello world, it's naïve") == [7592, 2088, 1010, 2009, 1005, 1055, 15743]
+    assert LOADED["bert-base-uncased"].encode("Hello world, it's naïve") == [
+        7592,
+        2088,
+        1010,
+        2009,
+        1005,
+        1055,
+        15743,
+    ]
     page = (Path(__file__).parents[2] / "adlm/data/bundled/README.md").read_text("utf-8")
     assert all(LOADED[name].sha256 in page for name in ("gpt2", "bert-base-uncased"))
     characters = LOADED["characters"]  # the lineage's for text8
-    assert characters.encode("az bA") == [8, 33, 34, 9, 7] and characters.decode([8, 33, 34, 9]) == "az b"
+    assert (
+        characters.encode("az bA") == [8, 33, 34, 9, 7]
+        and characters.decode([8, 33, 34, 9]) == "az b"
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,8 +101,16 @@ def test_no_text_becomes_a_special_token(text: str, name: str) -> None:
 def test_a_saved_or_pickled_tokenizer_is_the_same(name: str, tmp_path: Path) -> None:
     tokenizer, text = LOADED[name], "It was [MASK] <|endoftext|> all the same."
     tokenizer.save(tmp_path)
-    for other in (Tokenizer.load(tmp_path), load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
-        assert (other.sha256, other.name, get_ids(other)) == (tokenizer.sha256, tokenizer.name, get_ids(tokenizer))
+    for other in (
+        Tokenizer.load(tmp_path),
+        load_tokenizer(tmp_path),
+        pickle.loads(pickle.dumps(tokenizer)),
+    ):
+        assert (other.sha256, other.name, get_ids(other)) == (
+            tokenizer.sha256,
+            tokenizer.name,
+            get_ids(tokenizer),
+        )
         assert other.encode(text) == tokenizer.encode(text)
 
 
@@ -95,7 +124,9 @@ def test_special_tokens_are_skipped_on_request() -> None:
 def write_tokenizer(folder: Path, specials: list[str], config: dict | None, name: str) -> Path:
     """Write a small word-level tokenizer with these special tokens, as other libraries do."""
     words = ["a", "b", "c", *specials]
-    bpe = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    bpe = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a")
+    )
     bpe.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     bpe.add_special_tokens([AddedToken(token, special=True) for token in specials])
     bpe.enable_truncation(2)
@@ -106,14 +137,29 @@ def write_tokenizer(folder: Path, specials: list[str], config: dict | None, name
     return folder
 
 
-CONFIG = {"bos_token": "<go>", "eos_token": {"content": "<stop>"}, "pad_token": None, "mask_token": "<hide>"}
+CONFIG = {
+    "bos_token": "<go>",
+    "eos_token": {"content": "<stop>"},
+    "pad_token": None,
+    "mask_token": "<hide>",
+}
 
 
 @pytest.mark.parametrize(
     ("specials", "config", "file", "ids"),
     [  # a mask of its own, a map of special tokens, and well-known names without a configuration
-        (["[CLS]", "[PAD]", "<go>", "<stop>", "<hide>"], CONFIG, "tokenizer_config.json", (8, 7, 5, 6, None)),
-        (["<a>", "<b>"], {"cls_token": "<a>", "sep_token": "<b>"}, "special_tokens_map.json", (6, 5, 3, 4, None)),
+        (
+            ["[CLS]", "[PAD]", "<go>", "<stop>", "<hide>"],
+            CONFIG,
+            "tokenizer_config.json",
+            (8, 7, 5, 6, None),
+        ),
+        (
+            ["<a>", "<b>"],
+            {"cls_token": "<a>", "sep_token": "<b>"},
+            "special_tokens_map.json",
+            (6, 5, 3, 4, None),
+        ),
         (["<s>", "</s>", "<pad>"], None, "", (7, 6, 3, 4, 5)),
     ],
 )
@@ -134,7 +180,10 @@ def test_tokenizers_with_errors(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere.json")
     random = json.loads(LOADED["gpt2"].json)
     random["model"]["dropout"] = 0.1
-    contents = {"{}": r"not a sound tokenizer\.json", json.dumps(random): r"model.dropout 0\.1.*set it to null"}
+    contents = {
+        "{}": r"not a sound tokenizer\.json",
+        json.dumps(random): r"model.dropout 0\.1.*set it to null",
+    }
     for content, message in contents.items():
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=message):
@@ -152,9 +201,16 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr("adlm.data.hub.check_hub", lambda: True)
-    with pytest.raises(ValueError, match=r"'someone/something' could not be loaded \(no network here"):
+    with pytest.raises(
+        ValueError, match=r"'someone/something' could not be loaded \(no network here"
+    ):
         load_tokenizer("someone/something")
-    write_tokenizer(tmp_path, ["<go>", "<stop>"], {"bos_token": "<go>", "eos_token": "<stop>"}, "tokenizer_config.json")
+    write_tokenizer(
+        tmp_path,
+        ["<go>", "<stop>"],
+        {"bos_token": "<go>", "eos_token": "<stop>"},
+        "tokenizer_config.json",
+    )
     tokenizer = load_tokenizer("someone/something")
     assert (tokenizer.name, tokenizer.bos_id, tokenizer.eos_id) == ("someone/something", 3, 4)
 
@@ -171,14 +227,22 @@ def test_an_end_token_is_part_of_the_vocabulary() -> None:
     text = load_excerpt()[:20_000]
     tokenizer = train_bpe([text], 400, end_token=END_OF_TEXT)
     assert (tokenizer.vocab_size, tokenizer.mask_id) == (400, 399)
-    assert tokenizer.bos_id == tokenizer.eos_id and tokenizer.decode([tokenizer.eos_id or 0]) == END_OF_TEXT
+    assert (
+        tokenizer.bos_id == tokenizer.eos_id
+        and tokenizer.decode([tokenizer.eos_id or 0]) == END_OF_TEXT
+    )
     assert tokenizer.eos_id not in tokenizer.encode(END_OF_TEXT)
     assert len(tokenizer.encode(text)) < 0.8 * len(text.encode())  # merges shorten the text
 
 
 @pytest.mark.parametrize(
     ("name", "token", "problem"),
-    [("trained", 399, "mask"), ("trained", 400, "outside"), ("trained", -1, "outside"), ("characters", 4, "mask")],
+    [
+        ("trained", 399, "mask"),
+        ("trained", 400, "outside"),
+        ("trained", -1, "outside"),
+        ("characters", 4, "mask"),
+    ],
 )
 def test_decoding_a_mask_is_an_error(name: str, token: int, problem: str) -> None:
     with pytest.raises(ValueError, match=f"position 1 is .*{problem}"):
@@ -193,25 +257,42 @@ def test_the_smallest_vocabulary() -> None:
         train_bpe(["text"], 257, end_token=END_OF_TEXT)
 
 
-def test_names_close_to_a_bundled_one_are_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_close_to_a_bundled_one_are_refused_before_the_hub_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("adlm.data.hub.check_hub", lambda: pytest.fail("the Hub was asked"))
-    for name, meant in (("gpt-2", "gpt2"), ("bert-base-uncase", "bert-base-uncased"), ("byte", "bytes")):
-        with pytest.raises(ValueError, match=rf"unknown tokenizer '{name}' \(did you mean {meant}\?\).*OWNER/{name}"):
+    for name, meant in (
+        ("gpt-2", "gpt2"),
+        ("bert-base-uncase", "bert-base-uncased"),
+        ("byte", "bytes"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=rf"unknown tokenizer '{name}' \(did you mean {meant}\?\).*OWNER/{name}",
+        ):
             load_tokenizer(name)
 
 
-def test_without_a_connection_a_name_of_the_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_connection_a_name_of_the_hub_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError("no network here")
 
     monkeypatch.setattr("socket.create_connection", refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setitem(sys.modules, "datasets.config", datasets := SimpleNamespace(HF_HUB_OFFLINE=False))
+    monkeypatch.setitem(
+        sys.modules, "datasets.config", datasets := SimpleNamespace(HF_HUB_OFFLINE=False)
+    )
     began = time.monotonic()
     with pytest.raises(ValueError, match="the Hub cannot be reached, and its cache has none"):
         load_tokenizer("someone/something")
-    assert time.monotonic() - began < 3 and huggingface_hub.constants.HF_HUB_OFFLINE and datasets.HF_HUB_OFFLINE
+    assert (
+        time.monotonic() - began < 3
+        and huggingface_hub.constants.HF_HUB_OFFLINE
+        and datasets.HF_HUB_OFFLINE
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +313,9 @@ def test_the_hub_is_reached_through_the_proxy(
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://proxy:99999", "http://" + "a" * 64])
-def test_a_wrong_url_is_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_a_wrong_url_is_a_hub_that_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
     set_variables(monkeypatch, {"https_proxy": url, "HF_HUB_OFFLINE": "0"})
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setitem(sys.modules, "datasets.config", SimpleNamespace(HF_HUB_OFFLINE=False))
@@ -252,10 +335,14 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) ->
 
 def test_hostile_files_are_refused(tmp_path: Path) -> None:
     content = json.loads(LOADED["gpt2"].json)
-    content["added_tokens"].append(content["added_tokens"][0] | {"id": 4_000_000_000, "content": "<far>"})
+    content["added_tokens"].append(
+        content["added_tokens"][0] | {"id": 4_000_000_000, "content": "<far>"}
+    )
     content["model"]["vocab"]["<far>"] = 4_000_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="has ids up to 4,000,000,001: expected fewer than 16,777,216"):
+    with pytest.raises(
+        ValueError, match="has ids up to 4,000,000,001: expected fewer than 16,777,216"
+    ):
         load_tokenizer(tmp_path)
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(2**40)  # sparse

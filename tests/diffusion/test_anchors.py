@@ -7,12 +7,20 @@ import pytest
 import torch
 
 from adlm.diffusion import anchors
-from adlm.diffusion.anchors import anchor_weight, apply_scope, listed_tokens, random_positions, rare_in_sequence
+from adlm.diffusion.anchors import (
+    anchor_weight,
+    apply_scope,
+    listed_tokens,
+    random_positions,
+    rare_in_sequence,
+)
 from tests.world import random_tokens
 
 VOCAB = 15
 TOKENS = random_tokens(6, 20, VOCAB)
-VALID = torch.arange(20) < random_tokens(6, 1, 20) + 1  # rows of different lengths: True where there is text
+VALID = (
+    torch.arange(20) < random_tokens(6, 1, 20) + 1
+)  # rows of different lengths: True where there is text
 
 
 def loop_counts(tokens, valid):
@@ -27,8 +35,12 @@ def loop_counts(tokens, valid):
 def test_counts_by_a_loop(seed):
     tokens = random_tokens(6, 20, VOCAB, seed)
     assert torch.equal(anchors.count_in_row(tokens), loop_counts(tokens, torch.ones_like(VALID)))
-    assert torch.equal(anchors.count_in_row(tokens, VALID)[VALID], loop_counts(tokens, VALID)[VALID])
-    assert torch.equal(anchors.count_in_row(tokens.t().contiguous().t()), anchors.count_in_row(tokens))
+    assert torch.equal(
+        anchors.count_in_row(tokens, VALID)[VALID], loop_counts(tokens, VALID)[VALID]
+    )
+    assert torch.equal(
+        anchors.count_in_row(tokens.t().contiguous().t()), anchors.count_in_row(tokens)
+    )
 
 
 @pytest.mark.parametrize("max_count", [0, 1, 2, 20])
@@ -45,7 +57,9 @@ def test_rare_by_share_of_the_row(max_fraction):
     expected = (loop_counts(TOKENS, VALID) <= max_fraction * VALID.sum(-1, keepdim=True)) & VALID
     assert torch.equal(rare_in_sequence(max_fraction=max_fraction)(TOKENS, VALID), expected)
     # At length 20, at most 10 % is at most two.
-    assert torch.equal(rare_in_sequence(max_fraction=0.1)(TOKENS, None), rare_in_sequence(2)(TOKENS, None))
+    assert torch.equal(
+        rare_in_sequence(max_fraction=0.1)(TOKENS, None), rare_in_sequence(2)(TOKENS, None)
+    )
 
 
 @pytest.mark.parametrize("max_count", [0, 1, 5])
@@ -57,9 +71,13 @@ def test_frequent_tokens_are_those_that_are_not_rare(max_count):
 def test_rare_in_the_corpus():
     counts = torch.tensor([70, 20, 9, 1])
     tokens = torch.tensor([[0, 1, 2, 3, 3, 0]])
-    assert anchors.rare_in_corpus(counts, 0.1)(tokens, None).tolist() == [[False, False, True, True, True, False]]
+    assert anchors.rare_in_corpus(counts, 0.1)(tokens, None).tolist() == [
+        [False, False, True, True, True, False]
+    ]
     valid = torch.tensor([[True, True, True, True, False, False]])
-    assert anchors.rare_in_corpus(counts, 0.09)(tokens, valid).tolist() == [[False, False, True, True, False, False]]
+    assert anchors.rare_in_corpus(counts, 0.09)(tokens, valid).tolist() == [
+        [False, False, True, True, False, False]
+    ]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.15, 0.5, 1.0])
@@ -69,7 +87,9 @@ def test_tf_idf_picks_its_share_of_the_highest_scores(fraction):
     idf = [math.log((1 + documents) / (1 + count)) + 1 for count in document_counts.tolist()]
     for valid in (everything, VALID):
         is_anchor = rule(TOKENS, valid)
-        for row, length, chosen in zip(TOKENS.tolist(), valid.sum(-1).tolist(), is_anchor.tolist(), strict=True):
+        for row, length, chosen in zip(
+            TOKENS.tolist(), valid.sum(-1).tolist(), is_anchor.tolist(), strict=True
+        ):
             seen = Counter(row[:length])
             scores = [seen[token] * idf[token] for token in row[:length]]
             best = sorted(range(length), key=lambda i, scores=scores: (-round(scores[i], 9), i))
@@ -96,7 +116,9 @@ def test_random_anchors_are_a_share_of_all_positions(fraction):
     assert (per_position - fraction).abs().max() <= 5 * error * 10
     assert (per_row - fraction).abs().max() <= 5 * error * 20
     if 0 < fraction < 1:
-        assert float((found[0] != found[1]).double().mean()) == pytest.approx(2 * fraction * (1 - fraction), abs=0.2)
+        assert float((found[0] != found[1]).double().mean()) == pytest.approx(
+            2 * fraction * (1 - fraction), abs=0.2
+        )
 
 
 def test_random_anchors_belong_to_the_row():
@@ -118,7 +140,9 @@ def test_random_anchors_belong_to_the_row():
 def test_scopes_partition_the_anchors():
     rng = torch.Generator().manual_seed(0)
     is_anchor, is_hidden = (torch.rand(5, 30, generator=rng) < 0.5 for _ in range(2))
-    everything, hidden, visible = (apply_scope(is_anchor, is_hidden, scope) for scope in anchors.ANCHOR_SCOPES)
+    everything, hidden, visible = (
+        apply_scope(is_anchor, is_hidden, scope) for scope in anchors.ANCHOR_SCOPES
+    )
     assert torch.equal(everything, is_anchor)
     assert torch.equal(hidden | visible, everything) and not (hidden & visible).any()
     assert (is_hidden[hidden]).all() and not is_hidden[visible].any()

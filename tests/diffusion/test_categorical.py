@@ -19,7 +19,9 @@ def numbers(rows, seed=1):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}]
+)
 @pytest.mark.parametrize("nucleus", ["usual", "lineage"])
 def test_no_choice_is_argmax(settings, nucleus):
     logits = random_logits(500, 30, 2.0)
@@ -54,7 +56,12 @@ def test_equally_likely_tokens_share_their_fate():
     torch.testing.assert_close(probs, torch.tensor([[1, 1, 1, 0]]).double() / 3)
 
 
-SETTINGS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(top_p=0.9), SamplingParams(top_k=5)]
+SETTINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_k=5),
+]
 SETTINGS += [SamplingParams(top_p=0.5, nucleus="lineage"), SamplingParams(top_k=5, top_p=0.8)]
 SETTINGS += [SamplingParams(1.7, 17, 0.95, nucleus="lineage"), SamplingParams(top_k=100, top_p=0.8)]
 
@@ -104,7 +111,9 @@ def test_a_draw_inverts_its_distribution(sampling):
     torch.testing.assert_close(drawn.probs, law[drawn.tokens], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1 + 1e-9}, {"top_k": 3}, {"top_k": 3, "nucleus": "lineage"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1 + 1e-9}, {"top_k": 3}, {"top_k": 3, "nucleus": "lineage"}]
+)
 @pytest.mark.parametrize("shift", [0.0, 30.0, 300.0])
 def test_rare_tokens_are_reachable(settings, shift):
     """Draws are float64: a token of probability 1e-9 has its share of the numbers, however large the logits are."""

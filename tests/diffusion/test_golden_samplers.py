@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.plans import LINEAGE_END, Transition, confidence_remask_prob, dfm_step, reverse_distribution
+from adlm.diffusion.plans import (
+    LINEAGE_END,
+    Transition,
+    confidence_remask_prob,
+    dfm_step,
+    reverse_distribution,
+)
 from adlm.generate import compile_for_sampling
 from adlm.methods import build_sampler
 from tests.goldens import MASK, arrays, facts, model
@@ -40,7 +46,9 @@ def predict_probs(xt, level, sampling, kind=("adlm", False)):
     """p(x0 | xt) of every position after the nucleus: what the shipped sampler draws from."""
     ours = predictor(*kind)
     with torch.no_grad():
-        logits = ours.logits_at(ours.predict(xt, torch.zeros(len(xt)) if level is None else level, None))
+        logits = ours.logits_at(
+            ours.predict(xt, torch.zeros(len(xt)) if level is None else level, None)
+        )
     return compute_probs(logits.flatten(0, 1), sampling).view(logits.shape)
 
 
@@ -67,15 +75,22 @@ def test_reverse_distributions(name, top_p):
         ours = step_law(plan, step, xt, probs, -golden["conf_in"])
         torch.testing.assert_close(ours, golden[f"{name}/{i}/dist"], atol=1e-4, rtol=0)
         if name == "remdm-conf":
-            sigma = confidence_remask_prob(plan[step].remask_prob, -golden["conf_in"].double(), xt == MASK)
-            torch.testing.assert_close(sigma.float(), golden[f"{name}/{i}/sigma"], atol=1e-5, rtol=0)
+            sigma = confidence_remask_prob(
+                plan[step].remask_prob, -golden["conf_in"].double(), xt == MASK
+            )
+            torch.testing.assert_close(
+                sigma.float(), golden[f"{name}/{i}/sigma"], atol=1e-5, rtol=0
+            )
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_reverse_distribution_of_flow_matching(top_p):
     """dfm's steps depend on where it stands: its rule is asked at each golden time, and the plan follows the rule."""
     golden = arrays(f"reverse_adlm_p{top_p}")
-    xt, probs = golden["xt"], predict_probs(golden["xt"], None, SamplingParams(top_p=top_p, nucleus="lineage"))
+    xt, probs = (
+        golden["xt"],
+        predict_probs(golden["xt"], None, SamplingParams(top_p=top_p, nucleus="lineage")),
+    )
     for i, t in enumerate(golden["t"].double()):
         dt, remask = dfm_step(float(t), 64)
         step = Transition(t, 1 - t, 1 - t + dt, torch.tensor(remask, dtype=torch.float64), t)
@@ -127,7 +142,9 @@ def test_trajectories(run):
             probs = None
         xt = xs
         assert torch.equal(xt, golden[f"{run}/x"][step]), f"step {step}"
-    final = predict_probs(xt, torch.full((len(xt),), 1e-5), SamplingParams(temperature=0.0), kind).argmax(-1)
+    final = predict_probs(
+        xt, torch.full((len(xt),), 1e-5), SamplingParams(temperature=0.0), kind
+    ).argmax(-1)
     assert torch.equal(torch.where(xt == MASK, final, xt), golden[f"{run}/final"])
     assert calls + 1 == info["network_calls"]
 

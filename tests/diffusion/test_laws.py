@@ -27,7 +27,9 @@ def gradients(model, batch, anchor_weight):
     model.zero_grad()
     loss = training_loss(model, batch, anchor_weight=anchor_weight)
     loss.total.backward()
-    return Loss(*(part.detach() for part in loss)), {name: p.grad for name, p in model.named_parameters()}
+    return Loss(*(part.detach() for part in loss)), {
+        name: p.grad for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
@@ -41,11 +43,15 @@ def test_anchor_weight_zero_gives_the_nelbo(method, bridge):
     anchored, with_anchor = gradients(model, batch, 0.5)
     assert float(plain.total) == float(zero.total) == float(zero.nll) == float(anchored.nll)
     assert float(zero.anchor) > 0 and float(plain.anchor) == 0
-    assert float(anchored.total) == pytest.approx(float(anchored.nll + 0.5 * anchored.anchor), rel=1e-6)
+    assert float(anchored.total) == pytest.approx(
+        float(anchored.nll + 0.5 * anchored.anchor), rel=1e-6
+    )
     for name, grad in with_zero.items():
         assert grad is not None, f"{name} left the graph"
         expected = without[name]
-        torch.testing.assert_close(grad, torch.zeros_like(grad) if expected is None else expected, msg=name)
+        torch.testing.assert_close(
+            grad, torch.zeros_like(grad) if expected is None else expected, msg=name
+        )
     assert any(not torch.equal(with_anchor[name], with_zero[name]) for name in with_zero)
 
 
@@ -68,7 +74,9 @@ def test_factored_bridge_is_the_linear_map_of_the_logits():
     with torch.no_grad():
         anchor = factored(xt).anchor
         anchor_logits, logits = plain_logits(factored, xt)
-        torch.testing.assert_close(factored.apply_bridge(anchor), factored.bridge(anchor_logits), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            factored.apply_bridge(anchor), factored.bridge(anchor_logits), atol=1e-5, rtol=0
+        )
         torch.testing.assert_close(factored.head(factored(xt).final), logits, atol=1e-5, rtol=0)
         expected = softmax.bridge(softmax.anchor_head(anchor).softmax(-1))
         torch.testing.assert_close(softmax.apply_bridge(anchor), expected, atol=1e-5, rtol=0)
@@ -78,8 +86,16 @@ def test_factored_bridge_is_the_linear_map_of_the_logits():
 GPT2 = {"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True}
 FOLDS = [(method, {}) for method in METHOD_NAMES]
 FOLDS += [(method, {"time_conditioning": True, "cond_dim": 8}) for method in METHOD_NAMES]
-FOLDS += [("adlm", {"bridge": "direct"}), ("adlm", {"bridge": "softmax"}), ("a2r", {"bridge": "direct"})]
-FOLDS += [("mdlm", {"norm_bias": True, "attention_bias": True}), ("mdlm", {"tied": True}), ("ar", GPT2)]
+FOLDS += [
+    ("adlm", {"bridge": "direct"}),
+    ("adlm", {"bridge": "softmax"}),
+    ("a2r", {"bridge": "direct"}),
+]
+FOLDS += [
+    ("mdlm", {"norm_bias": True, "attention_bias": True}),
+    ("mdlm", {"tied": True}),
+    ("ar", GPT2),
+]
 FOLDS += [("adlm", {"positions": "learned", "attention_bias": True}), ("a2r", {"cond_dim": 8})]
 
 
@@ -93,7 +109,9 @@ def test_folding_changes_nothing(method, changes):
     with torch.no_grad():
         before, after = model(xt, level), folded(xt, level)
         torch.testing.assert_close(after.final, before.final, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(folded.head(after.final), model.head(before.final), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            folded.head(after.final), model.head(before.final), atol=2e-5, rtol=1e-5
+        )
         if before.anchor is not None:
             torch.testing.assert_close(after.anchor, before.anchor, atol=1e-5, rtol=1e-5)
         reacts = (model(xt, level * 2).final - before.final).abs().max() > 1e-3
@@ -110,13 +128,21 @@ def test_folding_changes_nothing(method, changes):
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_rows_do_not_see_each_other(method):
     """A batch's losses and features are those of its rows alone, wherever they stand."""
-    model, x0, gamma = small_model(method), random_tokens(8), 0.3 if METHODS[method].two_stages else None
+    model, x0, gamma = (
+        small_model(method),
+        random_tokens(8),
+        0.3 if METHODS[method].two_stages else None,
+    )
 
     @torch.no_grad()
     def run(numbers):
         rows = torch.tensor(numbers)
         batch = build_batch(method, x0[rows], rows=rows, index=rows, total=len(x0))
-        return batch, training_loss(model, batch, anchor_weight=gamma), model(batch.xt, batch.noise_level).final
+        return (
+            batch,
+            training_loss(model, batch, anchor_weight=gamma),
+            model(batch.xt, batch.noise_level).final,
+        )
 
     whole, losses, features = run(list(range(8)))
     total = 0.0
@@ -134,8 +160,14 @@ def pad(x, extra, value):
     return wide, torch.arange(wide.shape[1]).expand(len(x), -1) < x.shape[1]
 
 
-RULES = {"rare_in_sequence": rare_in_sequence(1), "max_fraction": rare_in_sequence(max_fraction=0.2)}
-RULES |= {"tf_idf": tf_idf(torch.arange(VOCAB) * 3 + 1, 50, 0.3), "random": random_positions(0.5, seed=1)}
+RULES = {
+    "rare_in_sequence": rare_in_sequence(1),
+    "max_fraction": rare_in_sequence(max_fraction=0.2),
+}
+RULES |= {
+    "tf_idf": tf_idf(torch.arange(VOCAB) * 3 + 1, 50, 0.3),
+    "random": random_positions(0.5, seed=1),
+}
 
 
 @pytest.mark.parametrize("value", [0, 7])
@@ -153,7 +185,14 @@ def test_padding_changes_no_anchor(rule, value):
 @pytest.mark.parametrize("value", [0, 7])
 @pytest.mark.parametrize(
     ("method", "time_conditioning"),
-    [("mdlm", False), ("mdlm", True), ("adlm", False), ("adlm", True), ("ar", False), ("a2r", False)],
+    [
+        ("mdlm", False),
+        ("mdlm", True),
+        ("adlm", False),
+        ("adlm", True),
+        ("ar", False),
+        ("a2r", False),
+    ],
 )
 def test_padding_changes_no_loss(method, time_conditioning, value):
     """Features and losses of a row padded to a longer length are those of the row."""
@@ -166,12 +205,20 @@ def test_padding_changes_no_loss(method, time_conditioning, value):
         assert torch.equal(long.xt[:, :length], short.xt)
         one, other = (training_loss(model, batch, anchor_weight=gamma) for batch in (short, long))
         for name in ("total", "nll", "anchor", "row_nll"):
-            torch.testing.assert_close(getattr(other, name), getattr(one, name), atol=1e-5, rtol=1e-5, msg=name)
+            torch.testing.assert_close(
+                getattr(other, name), getattr(one, name), atol=1e-5, rtol=1e-5, msg=name
+            )
         features = model(long.xt, long.noise_level, valid=long.valid).final
         expected = model(short.xt, short.noise_level).final
         torch.testing.assert_close(features[:, :length], expected, atol=1e-5, rtol=1e-5)
         if not METHODS[method].is_causal:  # as the lineage does it, padding is read like text
-            read = corrupt(wide, ForwardProcess(MASK, attend_padding=True), CounterRng.from_seed(5, 4), 2, valid=valid)
+            read = corrupt(
+                wide,
+                ForwardProcess(MASK, attend_padding=True),
+                CounterRng.from_seed(5, 4),
+                2,
+                valid=valid,
+            )
             assert read.valid is None and float(read.tokens) == 40
             assert not torch.allclose(training_loss(model, read).row_nll, one.row_nll, atol=1e-3)
 

@@ -81,7 +81,9 @@ def test_a_rows_numbers_do_not_depend_on_the_batch():
             part = CounterRng.from_seed(9, numbers[rows]).uniform(4, 11, purpose)
             assert torch.equal(part, expected[rows])
         assert torch.equal(whole.uniform(4, 30, purpose)[:, :11], expected)  # nor on the length
-    assert not torch.equal(whole.uniform(4, 11, Purpose.MASK)[0], whole.uniform(4, 11, Purpose.MASK)[2])
+    assert not torch.equal(
+        whole.uniform(4, 11, Purpose.MASK)[0], whole.uniform(4, 11, Purpose.MASK)[2]
+    )
     counted, numbered = CounterRng.from_seed(9, 3), CounterRng.from_seed(9, torch.arange(3))
     assert torch.equal(counted.uniform(0, 2, Purpose.TIME), numbered.uniform(0, 2, Purpose.TIME))
 

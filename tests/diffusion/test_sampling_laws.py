@@ -86,20 +86,31 @@ def test_steps_that_change_nothing_are_skipped_without_another_result(name, monk
 
 def test_the_number_of_steps_is_bounded_and_many_steps_cost_little():
     for name in ("ancestral", "remask_loop", "dfm", "confidence"):
-        with pytest.raises(ValueError, match="at most 65,536, got 65,537: use fewer, or the sampler first_hitting"):
+        with pytest.raises(
+            ValueError, match="at most 65,536, got 65,537: use fewer, or the sampler first_hitting"
+        ):
             build_sampler(name, steps=65_537)
     frames = run(LEARNED, torch.full((1, 6), MASK), plans.ancestral(65_536))
     assert len(frames) == 65_536 and frames[-1].nfe <= 6
-    assert len({id(frame.tokens) for frame in frames}) <= 13  # a frame without a change shares its tensors
+    assert (
+        len({id(frame.tokens) for frame in frames}) <= 13
+    )  # a frame without a change shares its tensors
 
 
 PLACES = ([[i] for i in range(ROWS)], [[0, 1, 2], [3, 4, 5], [6, 7]], [[6, 2, 0, 7, 1, 5, 3, 4]])
 
 
-BLOCKWISE = ("remask_loop", "remask_conf", "first_hitting", "confidence")  # of each kind of sampler one
+BLOCKWISE = (
+    "remask_loop",
+    "remask_conf",
+    "first_hitting",
+    "confidence",
+)  # of each kind of sampler one
 
 
-@pytest.mark.parametrize(("name", "block"), [*((name, None) for name in NAMES), *((name, 5) for name in BLOCKWISE)])
+@pytest.mark.parametrize(
+    ("name", "block"), [*((name, None) for name in NAMES), *((name, 5) for name in BLOCKWISE)]
+)
 def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
     """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
     for seed, predictor in ((0, LEARNED), (1, TIMED)):
@@ -121,7 +132,9 @@ def test_positions_that_predict_the_same_are_chosen_alike_in_every_batch(name):
     xt = torch.full((ROWS, LENGTH), MASK)
     whole = last_tokens(ROTARY, xt, name)
     for rows in ([0], [3], [2, 1], [5, 6, 7, 0, 4]):
-        assert torch.equal(last_tokens(ROTARY, xt[rows], name, rows=torch.tensor(rows)), whole[rows])
+        assert torch.equal(
+            last_tokens(ROTARY, xt[rows], name, rows=torch.tensor(rows)), whole[rows]
+        )
 
 
 def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
@@ -130,22 +143,37 @@ def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
     sampler, xt = build_sampler("ancestral", steps=3, compat=True), templates(3)
     whole = last_tokens(LEARNED, xt, sampler, block=4)
     for row in (0, 2, 3, 4, 5, 6, 7):
-        assert torch.equal(last_tokens(LEARNED, xt[[row]], sampler, rows=torch.tensor([row]), block=4)[0], whole[row])
+        assert torch.equal(
+            last_tokens(LEARNED, xt[[row]], sampler, rows=torch.tensor([row]), block=4)[0],
+            whole[row],
+        )
 
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_causal_rows_do_not_depend_on_their_neighbours(method):
     predictor, xt = compile_for_sampling(small_model(method)), templates(0)
     xt[:, 0] = random_tokens(ROWS, 1)[:, 0]
-    is_fixed, numbers, same = xt != MASK, torch.arange(ROWS) + 50, {"sampling": SamplingParams(top_k=6)}
+    is_fixed, numbers, same = (
+        xt != MASK,
+        torch.arange(ROWS) + 50,
+        {"sampling": SamplingParams(top_k=6)},
+    )
     frames = run(predictor, xt, rows=numbers, is_fixed=is_fixed, **same)
     whole = frames[-1].tokens
-    assert all(torch.equal(frame.tokens[is_fixed], xt[is_fixed]) for frame in frames) and not (whole == MASK).any()
+    assert (
+        all(torch.equal(frame.tokens[is_fixed], xt[is_fixed]) for frame in frames)
+        and not (whole == MASK).any()
+    )
     for place in PLACES:
         for rows in place:
-            part = last_tokens(predictor, xt[rows], rows=numbers[rows], is_fixed=is_fixed[rows], **same)
+            part = last_tokens(
+                predictor, xt[rows], rows=numbers[rows], is_fixed=is_fixed[rows], **same
+            )
             assert torch.equal(part, whole[rows]), f"rows {rows}"
-    wide, valid = torch.nn.functional.pad(xt, (0, 4), value=2), torch.arange(LENGTH + 4).expand(ROWS, -1) < LENGTH
+    wide, valid = (
+        torch.nn.functional.pad(xt, (0, 4), value=2),
+        torch.arange(LENGTH + 4).expand(ROWS, -1) < LENGTH,
+    )
     for where in ({"is_fixed": wide != MASK}, {"is_fixed": (wide != MASK) & valid, "valid": valid}):
         tokens = last_tokens(predictor, wide, rows=numbers, **same, **where)
         assert torch.equal(tokens[:, :LENGTH], whole) and (tokens[:, LENGTH:] == 2).all()
@@ -173,7 +201,9 @@ def test_no_remasking_is_ancestral(name):
         plain = build_sampler("ancestral", steps=7, compat=compat)
         for field in ("t", "alpha_t", "alpha_s", "remask_prob", "noise_level"):
             assert torch.equal(getattr(plan, field), getattr(plain, field)), field
-        assert torch.equal(last_tokens(LEARNED, templates(5), plan), last_tokens(LEARNED, templates(5), plain))
+        assert torch.equal(
+            last_tokens(LEARNED, templates(5), plan), last_tokens(LEARNED, templates(5), plain)
+        )
 
 
 def test_a_loop_without_eta_remasks_nothing():
@@ -181,7 +211,11 @@ def test_a_loop_without_eta_remasks_nothing():
     assert not plan.remask_prob.any()
     assert not torch.equal(plan.alpha_t, build_sampler("ancestral", steps=20).alpha_t)
     inside = (plan.t <= 0.55) & (plan.t - 1 / 20 > 0.05)
-    assert all(float(step.reveal_prob) < 1e-9 for step, is_in in zip(plan, inside.tolist(), strict=True) if is_in)
+    assert all(
+        float(step.reveal_prob) < 1e-9
+        for step, is_in in zip(plan, inside.tolist(), strict=True)
+        if is_in
+    )
 
 
 @pytest.mark.parametrize("compat", [False, True])
@@ -192,7 +226,9 @@ def test_tables_hold_probabilities_and_meet_at_their_ends(name, compat):
     """Every step starts where the last one ended (but for the lineage's loop, which leaps), from 0 to 1 visible."""
     for steps in (1, 2, 3, 10, 128):
         plan = build_sampler(name, steps=steps, compat=compat)
-        leaps = name == "remask_loop" and compat  # the lineage's, even beyond 1 where the steps are few
+        leaps = (
+            name == "remask_loop" and compat
+        )  # the lineage's, even beyond 1 where the steps are few
         reveal = torch.stack([step.reveal_prob for step in plan])
         for x in (plan.alpha_t, plan.remask_prob, reveal, *([] if leaps else [plan.alpha_s])):
             assert ((x >= 0) & (x <= 1)).all() and x.dtype == torch.float64
@@ -204,7 +240,9 @@ def test_tables_hold_probabilities_and_meet_at_their_ends(name, compat):
             assert plan.remask_prob[-1] == 0 or steps == 1
         # A time-conditioned network is given how much is visible, on the schedule that it was trained with.
         visible = 1 - plan.t if compat else plan.alpha_t
-        torch.testing.assert_close(torch.exp(-plan.noise_level), 1e-3 + 0.999 * visible, atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            torch.exp(-plan.noise_level), 1e-3 + 0.999 * visible, atol=1e-12, rtol=0
+        )
 
 
 def test_confidence_is_the_probability_of_the_draw(monkeypatch):
@@ -251,7 +289,9 @@ def test_the_noise_level_of_an_order_is_the_share_that_is_hidden(name):
 def test_first_hitting_times_are_those_of_uniform_arrivals():
     """The k-th of n reveals comes, on average, at t = (n + 1 - k) / (n + 1), and times fall."""
     rows, n = 4000, 4
-    time = (1 - torch.exp(-record_noise_levels("first_hitting", torch.full((rows, n), MASK)).double())) / 0.999
+    time = (
+        1 - torch.exp(-record_noise_levels("first_hitting", torch.full((rows, n), MASK)).double())
+    ) / 0.999
     assert (time[1:] < time[:-1]).all() and (time < 1).all() and (time > 0).all()
     expected = torch.arange(n, 0, -1, dtype=torch.float64) / (n + 1)
     error = (expected * (1 - expected) / (n + 2) / rows).sqrt()
@@ -299,11 +339,19 @@ def test_there_is_always_a_frame(name):
 def test_rows_may_be_at_different_times():
     """A transition of (B, 1) columns gives every row what it gets alone with its own times."""
     plan, xt = build_sampler("remask_cap", steps=6, eta=0.3), templates(5)[:2]
-    columns = [torch.stack([plan[2].__dict__[k], plan[4].__dict__[k]])[:, None] for k in plan[2].__dict__]
+    columns = [
+        torch.stack([plan[2].__dict__[k], plan[4].__dict__[k]])[:, None] for k in plan[2].__dict__
+    ]
 
     def step_once(rows, transition):
-        x, rng, network = xt[rows], CounterRng.from_seed(7, torch.tensor(rows)), (TIMED.predict, TIMED.logits_at, MASK)
-        state = SamplerState(x.clone(), x == MASK, torch.ones_like(x).bool(), *network, rng, SamplingParams())
+        x, rng, network = (
+            xt[rows],
+            CounterRng.from_seed(7, torch.tensor(rows)),
+            (TIMED.predict, TIMED.logits_at, MASK),
+        )
+        state = SamplerState(
+            x.clone(), x == MASK, torch.ones_like(x).bool(), *network, rng, SamplingParams()
+        )
         return reverse_step(state, transition, SamplingParams()).tokens
 
     together = step_once([0, 1], plans.Transition(*columns))

@@ -32,12 +32,16 @@ def linear(dim=6, vocab=9):
 
 @pytest.mark.parametrize("multiple", [1, 64])
 @pytest.mark.parametrize("chunk", [1, 3, 10_000])
-@pytest.mark.parametrize(("method", "bridge"), [("adlm", "factored"), ("adlm", "direct"), ("mdlm", "factored")])
+@pytest.mark.parametrize(
+    ("method", "bridge"), [("adlm", "factored"), ("adlm", "direct"), ("mdlm", "factored")]
+)
 def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multiple, monkeypatch):
     """Whatever the chunk, with and without positions that only pad the selection."""
     monkeypatch.setitem(selected.MAX_LOGIT_ROWS, "cpu", chunk)
     model, x0, rule = small_model(method, bridge=bridge), random_tokens(5), rare_in_sequence(1)
-    batch = corrupt(x0, ForwardProcess(MASK, anchor_rule=rule, multiple=multiple), CounterRng.from_seed(1, 5), 0)
+    batch = corrupt(
+        x0, ForwardProcess(MASK, anchor_rule=rule, multiple=multiple), CounterRng.from_seed(1, 5), 0
+    )
     gamma = 0.3 if method == "adlm" else None
 
     model.zero_grad()
@@ -46,11 +50,15 @@ def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multi
     fused = {name: p.grad.clone() for name, p in model.named_parameters()}
 
     model.zero_grad()
-    plain = plain_loss(model, batch, loss_weight(LogLinear(), batch.t), rule(x0, None), gamma or 0.0)
+    plain = plain_loss(
+        model, batch, loss_weight(LogLinear(), batch.t), rule(x0, None), gamma or 0.0
+    )
     plain.backward()
     assert float(loss.total.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(fused[name], parameter.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            fused[name], parameter.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
         assert fused[name].any(), f"{name} has no gradient to compare"
 
 
@@ -58,7 +66,10 @@ def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multi
 @pytest.mark.parametrize("chunk", [1, 2, 7])
 def test_gradients_agree_with_finite_differences(chunk, offset):
     x, head = normal(5, 4, seed=1).requires_grad_(), linear(4, 6)
-    target, weight = torch.tensor([0, 5, 2, 2, 1]), torch.tensor([1.0, 0.3, 2.0, 0.0, 5.0], dtype=torch.float64)
+    target, weight = (
+        torch.tensor([0, 5, 2, 2, 1]),
+        torch.tensor([1.0, 0.3, 2.0, 0.0, 5.0], dtype=torch.float64),
+    )
     shift = None if offset is None else torch.tensor(offset, dtype=torch.float64)
 
     def total(x, matrix, bias):
@@ -77,7 +88,9 @@ def test_any_of_the_inputs_may_be_frozen(frozen, monkeypatch):
     if frozen == "no bias":
         head.bias = None
     target = random_tokens(2, 3, 8)
-    where = select(torch.ones(2, 3, dtype=torch.bool), torch.tensor([1.0, 2.0], dtype=torch.float64))
+    where = select(
+        torch.ones(2, 3, dtype=torch.bool), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    )
     inputs = [p for p in (x, head.weight, head.bias) if p is not None and p.requires_grad]
     total = selected_loss(x, head, target, where, without=8).total
     logits = head(x).flatten(0, 1).index_fill(-1, torch.tensor(8), -torch.inf)
@@ -99,7 +112,9 @@ def test_an_empty_selection_costs_nothing(frozen):
     assert float(loss.total.detach()) == 0 and loss.each.numel() == 0
     loss.total.backward()
     model, x0, ones = small_model(), random_tokens(2), torch.ones(2)
-    batch = collect_batch(x0, x0, ones, ones, 0 * ones, ForwardProcess(MASK, anchor_rule=rare_in_sequence(0)))
+    batch = collect_batch(
+        x0, x0, ones, ones, 0 * ones, ForwardProcess(MASK, anchor_rule=rare_in_sequence(0))
+    )
     loss = training_loss(model, batch, anchor_weight=0.1)
     loss.total.backward()
     assert float(loss.total.detach()) == 0 and not loss.row_nll.any()
@@ -110,7 +125,9 @@ def test_an_empty_selection_costs_nothing(frozen):
 def test_padding_of_a_selection_may_point_anywhere():
     """Padded entries repeat position 0: even if that token is impossible there, nothing of it is felt."""
     head, x = linear(), normal(1, 3, 6, seed=3).requires_grad_()
-    target = torch.tensor([[8, 2, 1]])  # position 0 asks for the ruled-out token: infinite if it counted
+    target = torch.tensor(
+        [[8, 2, 1]]
+    )  # position 0 asks for the ruled-out token: infinite if it counted
     is_selected = torch.tensor([[False, True, True]])
     results = []
     for multiple in (1, 16):
@@ -140,8 +157,12 @@ def test_score_entropy_is_sedds_in_value_and_gradient():
     model, x0 = small_model("mdlm", seed=5).double(), random_tokens(6)
     schedule = LogLinear()
     t = torch.linspace(0.1, 0.95, 6, dtype=torch.float64)
-    xt = torch.where(torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0)
-    batch = collect_batch(x0, xt, t, loss_weight(schedule, t), noise_level(schedule, t), ForwardProcess(MASK))
+    xt = torch.where(
+        torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0
+    )
+    batch = collect_batch(
+        x0, xt, t, loss_weight(schedule, t), noise_level(schedule, t), ForwardProcess(MASK)
+    )
     features = model(xt).final.detach().requires_grad_()
     head = model.head
     ours = score_entropy_loss(features, head, batch, mask_id=MASK)
@@ -151,7 +172,9 @@ def test_score_entropy_is_sedds_in_value_and_gradient():
     row = is_hidden.nonzero()[:, 0]
     level, rate = noise_level(schedule, t)[row], (-schedule.dalpha(t) / schedule.alpha(t))[row]
     written = score_entropy_as_written(head(features)[is_hidden], x0[is_hidden], level, rate)
-    torch.testing.assert_close(ours.total.detach(), (written.sum() / x0.numel()).detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        ours.total.detach(), (written.sum() / x0.numel()).detach(), rtol=1e-6, atol=1e-6
+    )
     expected = torch.autograd.grad(written.sum() / x0.numel(), [features, head.weight, head.bias])
     for one, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
@@ -169,7 +192,10 @@ def test_score_entropy_is_at_least_the_nelbo():
         # A head without weights says the same everywhere: its bias can have any mass.
         model.head.weight.zero_()
         model.head.bias += math.log(VOCAB - 1) - float(model.head.bias[:MASK].logsumexp(0))
-        one, other = (loss(final, model.head, batch, mask_id=MASK) for loss in (score_entropy_loss, diffusion_loss))
+        one, other = (
+            loss(final, model.head, batch, mask_id=MASK)
+            for loss in (score_entropy_loss, diffusion_loss)
+        )
         torch.testing.assert_close(one.row_nll, other.row_nll, atol=1e-4, rtol=1e-5)
 
 

@@ -17,7 +17,10 @@ from adlm.diffusion.schedules import Cosine, LogLinear, discrete_loss_weight, di
 from adlm.likelihood import estimate_nll
 from tests.world import TinyWorld, ancestral_law, exact_law, random_model
 
-WORLDS = {2: TinyWorld(random_model(seed=39, length=2)), 3: TinyWorld(random_model(seed=113, positions="learned"))}
+WORLDS = {
+    2: TinyWorld(random_model(seed=39, length=2)),
+    3: TinyWorld(random_model(seed=113, positions="learned")),
+}
 LENGTHS = tuple(WORLDS)
 EXACT = LogLinear(eps=0.0)
 
@@ -29,13 +32,17 @@ def texts(world):
 def hidden_costs(world, x0):
     """Σ over hidden positions of -log p(x0 | xt) for every pattern of hidden positions, and how many are hidden."""
     xt = world.hidings(x0)
-    log_probs = world.log_probs()[1][world.number(xt)].gather(-1, x0.expand_as(xt)[..., None])[..., 0]
+    log_probs = world.log_probs()[1][world.number(xt)].gather(-1, x0.expand_as(xt)[..., None])[
+        ..., 0
+    ]
     return -(log_probs * (xt == world.mask)).sum(-1), (xt == world.mask).sum(-1)
 
 
 def pattern_weights(hidden, length):
     """∫ (1/t) t^h (1 - t)^(L - h) dt = 1 / (h C(L, h)): what a pattern with h hidden positions weighs in the NELBO."""
-    return torch.tensor([1 / (h * math.comb(length, h)) if h else 0.0 for h in hidden.tolist()], dtype=torch.float64)
+    return torch.tensor(
+        [1 / (h * math.comb(length, h)) if h else 0.0 for h in hidden.tolist()], dtype=torch.float64
+    )
 
 
 def pattern_chances(t, hidden, length):
@@ -72,7 +79,9 @@ def test_nelbo_is_the_weighted_sum_over_all_masks(length):
         loss, tokens = compute_loss(world, x0, xt, weight)
         assert float(loss.nll * tokens) == pytest.approx(nelbo(world, x0), rel=1e-5)
         assert float(loss.total) == float(loss.nll)
-        torch.testing.assert_close(loss.row_nll.double(), hidden_costs(world, x0)[0] * weight, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            loss.row_nll.double(), hidden_costs(world, x0)[0] * weight, atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("schedule", [LogLinear(), EXACT, Cosine()], ids=["eps", "exact", "cosine"])
@@ -109,7 +118,9 @@ def test_discrete_time_is_the_sum_over_its_steps(length, steps):
         xt = world.hidings(x0)
         hidden = (xt == world.mask).sum(-1)
         chance = pattern_chances(t, hidden, length)
-        loss, tokens = compute_loss(world, x0, xt.repeat(steps, 1), (chance * weight[:, None]).flatten())
+        loss, tokens = compute_loss(
+            world, x0, xt.repeat(steps, 1), (chance * weight[:, None]).flatten()
+        )
         assert float(loss.nll * tokens) == pytest.approx(discrete_nelbo(world, x0, steps), rel=1e-5)
     uniform = (torch.arange(steps * 100) + 0.5) / (steps * 100)
     times, count = discrete_time(uniform, steps).unique(return_counts=True)
@@ -138,7 +149,9 @@ def test_the_discrete_bound_tends_to_the_continuous_one(length):
     """Twice the steps, half the difference."""
     world = WORLDS[length]
     for x0 in texts(world):
-        far, near = (abs(discrete_nelbo(world, x0, steps) - nelbo(world, x0)) for steps in (128, 256))
+        far, near = (
+            abs(discrete_nelbo(world, x0, steps) - nelbo(world, x0)) for steps in (128, 256)
+        )
         assert near == pytest.approx(far / 2, rel=0.1, abs=1e-4)
         assert near < 0.01 * nelbo(world, x0)
 
@@ -173,9 +186,13 @@ def test_ancestral_likelihood_is_below_its_nelbo(length, steps):
     law = ancestral_law(world, steps)
     assert float(law[world.texts].sum()) == pytest.approx(1, abs=1e-9)
     torch.testing.assert_close(law, exact_law(world, ancestral(steps)), atol=1e-12, rtol=0)
-    gaps = [discrete_nelbo(world, x0, steps) + math.log(law[world.number(x0)]) for x0 in texts(world)]
+    gaps = [
+        discrete_nelbo(world, x0, steps) + math.log(law[world.number(x0)]) for x0 in texts(world)
+    ]
     assert min(gaps) >= -1e-9
-    assert max(gaps) == pytest.approx(0, abs=1e-9) if steps == 1 else max(gaps) > 1e-3  # one step is exact
+    assert (
+        max(gaps) == pytest.approx(0, abs=1e-9) if steps == 1 else max(gaps) > 1e-3
+    )  # one step is exact
 
 
 RULES = {
@@ -202,7 +219,9 @@ def divergences(world, x0, is_anchor, steps):
     of_denoiser = of_anchor = 0.0
     for step in ancestral(steps):
         chance = (1 - step.alpha_t) ** hidden * step.alpha_t ** (world.length - hidden)
-        denoised, anchored = (reverse_divergence(xt, truth, p, step, world.mask) for p in (final, anchor))
+        denoised, anchored = (
+            reverse_divergence(xt, truth, p, step, world.mask) for p in (final, anchor)
+        )
         of_denoiser += float((chance * denoised.sum(-1)).sum())
         of_anchor += float((chance * (anchored * is_anchor).sum(-1)).sum())
     return of_denoiser, of_anchor
@@ -257,5 +276,7 @@ def test_anelbo_bounds_likelihood_and_anchor_loss(rule, gamma, steps):
         assert left <= total + 1e-5
         assert nll == pytest.approx(discrete_nelbo(world, x0, steps), rel=1e-5)
         assert total <= anelbo(world, x0, RULES[rule], gamma, steps, "all")[0] + 1e-5
-        if gamma > 0 and anchor > 0:  # an anchor network that names the mask loses more than the divergence
+        if (
+            gamma > 0 and anchor > 0
+        ):  # an anchor network that names the mask loses more than the divergence
             assert anchor > of_anchor - 1e-6

@@ -77,7 +77,11 @@ ORDERS = [
 ]  # fmt: skip
 
 
-COMPATIBLE = [(name, world, options | {"compat": True}) for name, world, options in PLANS if world in ("two", "timed")]
+COMPATIBLE = [
+    (name, world, options | {"compat": True})
+    for name, world, options in PLANS
+    if world in ("two", "timed")
+]
 
 
 @pytest.mark.parametrize(("name", "world", "options"), PLANS + COMPATIBLE + ORDERS)
@@ -99,18 +103,27 @@ DRAWS = {
 }
 
 
-CAP, ORDERED = ("remask_cap", {"steps": 3, "eta": 0.3}), [("first_hitting", {}), ("confidence", {"steps": 2})]
+CAP, ORDERED = (
+    ("remask_cap", {"steps": 3, "eta": 0.3}),
+    [("first_hitting", {}), ("confidence", {"steps": 2})],
+)
 
 
 @pytest.mark.parametrize("sampling", DRAWS)
-@pytest.mark.parametrize(("name", "options"), [CAP, ("remask_conf", {"steps": 3}), ("ddpm", {"steps": 3}), *ORDERED])
+@pytest.mark.parametrize(
+    ("name", "options"), [CAP, ("remask_conf", {"steps": 3}), ("ddpm", {"steps": 3}), *ORDERED]
+)
 def test_draws_shape_the_law(name, options, sampling):
     """Temperature, top-k and top-p act on every draw; ddpm heeds the temperature alone."""
-    assert p_value(WORLDS["learned"], build_sampler(name, **options), sampling=DRAWS[sampling]) > 1e-3
+    assert (
+        p_value(WORLDS["learned"], build_sampler(name, **options), sampling=DRAWS[sampling]) > 1e-3
+    )
 
 
 @pytest.mark.parametrize("block", [1, 2])
-@pytest.mark.parametrize(("name", "options"), [CAP, ("ddpm", {"steps": 2, "compat": True}), *ORDERED])
+@pytest.mark.parametrize(
+    ("name", "options"), [CAP, ("ddpm", {"steps": 2, "compat": True}), *ORDERED]
+)
 def test_blocks_go_from_left_to_right(name, options, block):
     assert p_value(WORLDS["learned"], build_sampler(name, **options), block=block) > 1e-3
 
@@ -154,7 +167,9 @@ def test_one_step_of_every_plan_is_the_reverse_distribution(name, compat):
         is_hidden = world.states == world.mask
         torch.testing.assert_close(law[~is_hidden], visible[~is_hidden])
         if not plan.by_confidence and not compat:  # the visible share after the step is alpha_s
-            visible_after = step.alpha_t * (1 - remask) + (1 - step.alpha_t) * float(step.reveal_prob)
+            visible_after = step.alpha_t * (1 - remask) + (1 - step.alpha_t) * float(
+                step.reveal_prob
+            )
             assert float(visible_after) == pytest.approx(float(step.alpha_s), abs=1e-9)
 
 
@@ -162,7 +177,10 @@ def test_ancestral_tends_to_first_hitting():
     """In total variation, as the steps grow: enumerated exactly."""
     world = WORLDS["learned"]
     limit = exact_law(world, first_hitting())
-    distances = [float((ancestral_law(world, steps) - limit).abs().sum() / 2) for steps in (1, 4, 16, 64, 256)]
+    distances = [
+        float((ancestral_law(world, steps) - limit).abs().sum() / 2)
+        for steps in (1, 4, 16, 64, 256)
+    ]
     assert all(after < before / 2 for before, after in pairwise(distances)), distances
     assert distances[0] > 0.05 and distances[-1] < 2e-3
 

@@ -18,7 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MAX_ALLOWED = {"allocate": 256, "map_memory": 256, "fill_tmp": 16}  # MiB; everything else must reach nothing
+MAX_ALLOWED = {
+    "allocate": 256,
+    "map_memory": 256,
+    "fill_tmp": 16,
+}  # MiB; everything else must reach nothing
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -44,11 +48,15 @@ def read_by_ctypes(place: dict[str, Any]) -> int:
 def read_by_sqlite(place: dict[str, Any]) -> int:
     address = f"file:{place['secret']}?mode=ro"
     done = count(lambda _: sqlite3.connect(address, uri=True))
-    return done + count(lambda _: sqlite3.connect("file::memory:", uri=True).execute("attach ? as x", (address,)))
+    return done + count(
+        lambda _: sqlite3.connect("file::memory:", uri=True).execute("attach ? as x", (address,))
+    )
 
 
 def read_by_subinterpreter(place: dict[str, Any]) -> int:
-    interpreters = __import__("_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters")
+    interpreters = __import__(
+        "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+    )
     code = f"open('copy', 'w').write(open({place['secret']!r}).read())"
 
     def run_code(_: int) -> None:
@@ -67,7 +75,20 @@ def connect(place: dict[str, Any]) -> int:
 
 
 def write_files(place: dict[str, Any]) -> int:
-    folders = ["", "/usr", "/usr/lib", "/lib", "/root", "/home", "/etc", "/dev", "/dev/shm", "/var/tmp", "/run", "/mnt"]
+    folders = [
+        "",
+        "/usr",
+        "/usr/lib",
+        "/lib",
+        "/root",
+        "/home",
+        "/etc",
+        "/dev",
+        "/dev/shm",
+        "/var/tmp",
+        "/run",
+        "/mnt",
+    ]
     folders += [sys.base_prefix, os.path.dirname(sys.base_prefix), os.path.dirname(place["secret"])]
     paths = [f"{folder}/{place['name']}" for folder in folders]
     done = sum(count(lambda _, path=path: open(path, "w").write("x")) for path in paths)  # type: ignore[misc]
@@ -78,9 +99,15 @@ def write_files(place: dict[str, Any]) -> int:
 def remount(place: dict[str, Any]) -> int:
     again, bind, detach, done = 32, 4096, 2, 0
     for path in (b"/", b"/usr", b"/tmp", sys.base_prefix.encode()):
-        done += sum(libc.mount(b"none", path, None, flags, None) == 0 for flags in (again, again | bind))
-        done += (libc.umount2(path, detach) == 0) + (libc.mount(b"/usr", path, None, bind, None) == 0)
-    return done + (libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0) + (libc.chroot(b"/tmp") == 0)
+        done += sum(
+            libc.mount(b"none", path, None, flags, None) == 0 for flags in (again, again | bind)
+        )
+        done += (libc.umount2(path, detach) == 0) + (
+            libc.mount(b"/usr", path, None, bind, None) == 0
+        )
+    return (
+        done + (libc.mount(b"proc", b"/tmp", b"proc", 0, None) == 0) + (libc.chroot(b"/tmp") == 0)
+    )
 
 
 def enter_namespaces(place: dict[str, Any]) -> int:
@@ -91,7 +118,9 @@ def enter_namespaces(place: dict[str, Any]) -> int:
 
 
 def gain_rights(place: dict[str, Any]) -> int:
-    raised = sum(libc.prctl(47, 2, number, 0, 0) == 0 for number in range(41))  # ambient capabilities
+    raised = sum(
+        libc.prctl(47, 2, number, 0, 0) == 0 for number in range(41)
+    )  # ambient capabilities
     done = count(lambda _: os.setuid(0)) + count(lambda _: os.setgid(0)) + raised
     kinds = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC)
     most = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -117,7 +146,9 @@ def start_processes(place: dict[str, Any]) -> int:
 
     done = count(fork, 200) + count(fork_by_ctypes, 200)
     done += count(lambda _: subprocess.Popen(["/usr/bin/sleep", "60"]), 200)
-    return done + count(lambda _: threading.Thread(target=time.sleep, args=(60,), daemon=True).start(), 200)
+    return done + count(
+        lambda _: threading.Thread(target=time.sleep, args=(60,), daemon=True).start(), 200
+    )
 
 
 def allocate(place: dict[str, Any]) -> int:
@@ -132,12 +163,16 @@ def map_memory(place: dict[str, Any]) -> int:
 
 
 def share_memory(place: dict[str, Any]) -> int:
-    return sum(libc.shmget(0, 2**20, 0o1600) >= 0 for _ in range(3)) + count(lambda n: os.memfd_create(str(n)), 3)
+    return sum(libc.shmget(0, 2**20, 0o1600) >= 0 for _ in range(3)) + count(
+        lambda n: os.memfd_create(str(n)), 3
+    )
 
 
 def fill_tmp(place: dict[str, Any]) -> int:
     file = os.open("large", os.O_RDWR | os.O_CREAT)
-    large = count(lambda _: os.ftruncate(file, 2**33)) + count(lambda _: os.posix_fallocate(file, 0, 2**33))
+    large = count(lambda _: os.ftruncate(file, 2**33)) + count(
+        lambda _: os.posix_fallocate(file, 0, 2**33)
+    )
     return (large << 13) + count(lambda number: open(str(number), "wb").write(bytes(2**20)), 2**13)
 
 

@@ -42,7 +42,9 @@ def needs(*names: str) -> None:
 
 
 def documents() -> list[str]:
-    return gzip.decompress(PROSE.read_bytes()).decode("utf-8").removesuffix("\n").split(f"\n{END}\n")
+    return (
+        gzip.decompress(PROSE.read_bytes()).decode("utf-8").removesuffix("\n").split(f"\n{END}\n")
+    )
 
 
 @cache
@@ -55,10 +57,14 @@ def causal_folder(bos: bool = True, positions: int = 64) -> Path:
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(documents(), vocab_size=400, special_tokens=[END])
     names = {"eos_token": END} | ({"bos_token": END} if bos else {})
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=positions, **names)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, model_max_length=positions, **names
+    )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=400, n_positions=positions, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+    config = GPT2Config(
+        vocab_size=400, n_positions=positions, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3
+    )
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
@@ -74,7 +80,9 @@ def encoder_folder() -> Path:
     words.train_from_iterator(documents(), vocab_size=600)
     words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, model_max_length=48, **roles)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words._tokenizer, model_max_length=48, **roles
+    )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(

@@ -53,7 +53,13 @@ RULE = rare_in_sequence(1)
 
 
 def small(method: str = "adlm", **changes: Any) -> LanguageModel:
-    size: dict[str, Any] = {"vocab_size": VOCAB, "mask_id": VOCAB - 1, "dim": 16, "length": LENGTH, "scale": 0.6}
+    size: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "mask_id": VOCAB - 1,
+        "dim": 16,
+        "length": LENGTH,
+        "scale": 0.6,
+    }
     return random_model(method, **(size | changes))
 
 
@@ -87,12 +93,17 @@ def measure(
 @cache
 def study() -> dict[str, Any]:
     """Measurements of a model, with a made-up Gen-PPL."""
-    whole = measure([*CHANGES, Perturbation("stale", 2)], "ancestral") | {"model": "small", "step": 0}
+    whole = measure([*CHANGES, Perturbation("stale", 2)], "ancestral") | {
+        "model": "small",
+        "step": 0,
+    }
     scored = [sample | {"gen_ppl": 9.0, "gen_ppl_se": 1.0} for sample in whole["samples"]]
     return whole | {"samples": scored}
 
 
-def build_studies(points: Sequence[tuple[str, int, float, float]], **changes: Any) -> list[dict[str, Any]]:
+def build_studies(
+    points: Sequence[tuple[str, int, float, float]], **changes: Any
+) -> list[dict[str, Any]]:
     """Checkpoints of runs: (run, step, nll, accuracy)."""
     one = study() | {"samples": []} | changes
     return [
@@ -104,7 +115,11 @@ def build_studies(points: Sequence[tuple[str, int, float, float]], **changes: An
     ]
 
 
-RUNS = [(run, step, 6 - step / 2 + i / 10, step / 10 + i / 100) for i, run in enumerate("abcd") for step in (2, 4)]
+RUNS = [
+    (run, step, 6 - step / 2 + i / 10, step / 10 + i / 100)
+    for i, run in enumerate("abcd")
+    for step in (2, 4)
+]
 EVERY = [*CHANGES, Perturbation("stale", 4)]
 
 
@@ -156,19 +171,31 @@ def test_losses_agree_with_a_naive_computation_row_by_row() -> None:
             noisy = corrupt(x0, ForwardProcess(mask_id), rng, draw, index=place, total=24)
             own = model.anchor_features(noisy.xt)
             u = rng.uniform(draw, length, Purpose.MASK)
-            earlier = torch.where(u < 1 - LogLinear().alpha((noisy.t + 4 / LEVELS).clamp(max=1)), mask_id, x0)
-            moved = [each.apply(own, seed, [row], [draw], [length]) for each in (NONE, NOISE, PERMUTED)]
+            earlier = torch.where(
+                u < 1 - LogLinear().alpha((noisy.t + 4 / LEVELS).clamp(max=1)), mask_id, x0
+            )
+            moved = [
+                each.apply(own, seed, [row], [draw], [length]) for each in (NONE, NOISE, PERMUTED)
+            ]
             for number, anchor in enumerate([*moved, model.anchor_features(earlier)]):
-                loss = diffusion_loss(model.denoise_features(anchor), model.head, noisy, mask_id=mask_id)
+                loss = diffusion_loss(
+                    model.denoise_features(anchor), model.head, noisy, mask_id=mask_id
+                )
                 nats[number] += loss.row_nll.sum() / draws
-    assert [loss["nll"] for loss in losses] == pytest.approx((nats / LENGTHS.sum()).tolist(), abs=1e-5)
+    assert [loss["nll"] for loss in losses] == pytest.approx(
+        (nats / LENGTHS.sum()).tolist(), abs=1e-5
+    )
     assert len({round(each["nll"], 6) for each in losses}) == len(EVERY)
 
 
 def test_noise_has_the_requested_norm() -> None:
-    features = torch.randn(6, 40, 64, generator=torch.Generator().manual_seed(0)) * torch.rand(6, 40, 1)
+    features = torch.randn(6, 40, 64, generator=torch.Generator().manual_seed(0)) * torch.rand(
+        6, 40, 1
+    )
     moved = Perturbation("noise", 0.3).apply(features, 0, range(6), [0] * 6, [40] * 6) - features
-    assert float((moved.norm(dim=-1) / features.norm(dim=-1)).mean()) == pytest.approx(0.3, rel=0.02)
+    assert float((moved.norm(dim=-1) / features.norm(dim=-1)).mean()) == pytest.approx(
+        0.3, rel=0.02
+    )
 
 
 def test_a_permutation_leaves_padding_and_follows_from_seed_row_and_turn() -> None:
@@ -200,7 +227,10 @@ def test_texts_do_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
     model = lm("adlm", time_conditioning="block" in options)
     request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
     last = replace(request, layouts=request.layouts[-1:], config=replace(request.config, n=1))
-    own, alone = texts(model.run_request(request).rows), replace(request, config=replace(request.config, batch=1))
+    own, alone = (
+        texts(model.run_request(request).rows),
+        replace(request, config=replace(request.config, batch=1)),
+    )
     for each in (Perturbation("stale", 1), NOISE, PERMUTED, Perturbation("stale", 3)):
         expected = texts(sample_rows(model, alone, each))
         assert texts(sample_rows(model, request, each)) == expected
@@ -208,7 +238,9 @@ def test_texts_do_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
         assert (expected == own) == (each not in (NOISE, PERMUTED, Perturbation("stale", 3)))
 
 
-def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_features_are_computed_at_every_third_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = lm("adlm")
     request = model.build_request(n=2, length=17, steps=8, sampler="ancestral")
     evaluated, anchor_features = list[Tensor](), LanguageModel.anchor_features
@@ -218,7 +250,9 @@ def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pyte
         return anchor_features(self, tokens, *more, **options)
 
     monkeypatch.setattr(LanguageModel, "anchor_features", spy)
-    assert sum(-(-row.nfe // 3) for row in sample_rows(model, request, Perturbation("stale", 3))) == len(evaluated)
+    assert sum(
+        -(-row.nfe // 3) for row in sample_rows(model, request, Perturbation("stale", 3))
+    ) == len(evaluated)
 
 
 ROWS_24 = TensorRows(ROWS)
@@ -227,25 +261,40 @@ NOTHING = torch.zeros(VOCAB, dtype=torch.bool)
 # Guesses.
 
 
-def measure_guesses(rows: RowDataset, ignored: Tensor = NOTHING, **options: Any) -> list[dict[str, Any]]:
+def measure_guesses(
+    rows: RowDataset, ignored: Tensor = NOTHING, **options: Any
+) -> list[dict[str, Any]]:
     tally = anchor_study.GuessTally(RULE, len(rows), ignored)
     measure_losses(small(), rows, [], on_batch=tally.add, **options)
     return tally.summarize()
 
 
 def test_guesses_agree_with_log_probs() -> None:
-    noisy, guesses = corrupt(ROWS, ForwardProcess(VOCAB - 1), CounterRng.from_seed(0, 24), 0), measure_guesses(ROWS_24)
+    noisy, guesses = (
+        corrupt(ROWS, ForwardProcess(VOCAB - 1), CounterRng.from_seed(0, 24), 0),
+        measure_guesses(ROWS_24),
+    )
     with torch.no_grad():
         tables = dict(zip(("anchor", "final"), small().log_probs(noisy.xt), strict=True))
-    is_masked, is_anchor, heads = noisy.xt == VOCAB - 1, RULE(ROWS, None), [guess["head"] for guess in guesses]
-    assert (heads.count("anchor"), heads.count("final")) == (2 * 6, 2 * 6)  # kinds, ranges of mask rates
+    is_masked, is_anchor, heads = (
+        noisy.xt == VOCAB - 1,
+        RULE(ROWS, None),
+        [guess["head"] for guess in guesses],
+    )
+    assert (heads.count("anchor"), heads.count("final")) == (
+        2 * 6,
+        2 * 6,
+    )  # kinds, ranges of mask rates
     for guess in guesses:
         low, high = guess["mask_rate"]
         where = is_masked & (low <= noisy.t)[:, None] & (noisy.t < high)[:, None]
         where &= is_anchor == (guess["kind"] == "anchors")
         table = tables[guess["head"]][where]
         best, hits = table.exp().amax(-1), (table.argmax(-1) == ROWS[where]).float()
-        nll, each = -table.gather(-1, ROWS[where][:, None]), torch.stack([torch.ones_like(best), best, hits], 1)
+        nll, each = (
+            -table.gather(-1, ROWS[where][:, None]),
+            torch.stack([torch.ones_like(best), best, hits], 1),
+        )
         bins = torch.zeros(10, 3).index_add_(0, (best * 10).ceil().long() - 1, each).numpy()
         assert [count for count, _, _ in guess["reliability"]] == bins[:, 0].tolist()
         error = abs(bins[:, 1] - bins[:, 2]).sum() / len(best) if len(best) else float("nan")
@@ -294,13 +343,19 @@ def test_the_most_confident_tokens_come_first() -> None:
     model = rigged("adlm", {}, seed=1)
     ramp = torch.zeros(1, 64, 16)
     ramp[..., 0] = torch.arange(64) / 4
-    model.predictor.predict = lambda tokens, *others: ramp[:, : tokens.shape[1]].expand(len(tokens), -1, -1)  # type: ignore[method-assign]
+    model.predictor.predict = lambda tokens, *others: ramp[:, : tokens.shape[1]].expand(
+        len(tokens), -1, -1
+    )  # type: ignore[method-assign]
     model.predictor.head[0].zero_()[65, 0] = 1.0
     request = model.build_request(n=4, length=20, sampler="confidence", steps=20)
     # BOS and ten others come before the anchors.
-    reveals = measure_reveals(model, request, lambda tokens, valid: torch.arange(tokens.shape[1])[None] >= 11)
+    reveals = measure_reveals(
+        model, request, lambda tokens, valid: torch.arange(tokens.shape[1])[None] >= 11
+    )
     assert reveals["steps"] == 20 and reveals["anchor_share"] == 0.5
-    assert (reveals["anchors"], reveals["others"], reveals["gap"]) == pytest.approx((0.25, 0.75, -0.5))
+    assert (reveals["anchors"], reveals["others"], reveals["gap"]) == pytest.approx(
+        (0.25, 0.75, -0.5)
+    )
 
 
 def test_tokens_after_the_end_of_a_text_are_not_counted() -> None:
@@ -309,11 +364,17 @@ def test_tokens_after_the_end_of_a_text_are_not_counted() -> None:
     ends = []
     for text in sample_rows(model, request):
         ids, eos_id = text.ids, model.tokenizer.eos_id
-        ends.append(ids.index(eos_id, 1) if eos_id in ids[1:] else len(ids))  # the first token begins a text
+        ends.append(
+            ids.index(eos_id, 1) if eos_id in ids[1:] else len(ids)
+        )  # the first token begins a text
         assert text.is_generated.tolist() == [1 <= place < ends[-1] for place in range(len(ids))]
     assert min(ends) < len(ids)
-    reveals = measure_reveals(model, request, lambda tokens, valid: torch.arange(tokens.shape[1])[None] == 1)
-    assert reveals["anchor_share"] == pytest.approx(sum(end > 1 for end in ends) / sum(end - 1 for end in ends))
+    reveals = measure_reveals(
+        model, request, lambda tokens, valid: torch.arange(tokens.shape[1])[None] == 1
+    )
+    assert reveals["anchor_share"] == pytest.approx(
+        sum(end > 1 for end in ends) / sum(end - 1 for end in ends)
+    )
 
 
 # One model.
@@ -327,10 +388,17 @@ def test_a_study_has_all_parts_and_equals_its_json() -> None:
     names = ["none", "noise 0.5", "permuted", "stale 1", "stale 3"]
     for part in ("losses", "samples"):
         assert [each["perturbation"] for each in whole[part]] == names
-    assert [each["sampler"] for each in whole["reveals"]] == ["remask_loop", "confidence", "ancestral"]
+    assert [each["sampler"] for each in whole["reveals"]] == [
+        "remask_loop",
+        "confidence",
+        "ancestral",
+    ]
     texts = sample_rows(model, model.build_request(n=4, length=16, steps=4, sampler="remask_loop"))
     own = TextScorer(model.tokenizer)([row.text for row in texts]).as_row()
-    for sample in (whole["samples"][0], whole["samples"][3]):  # stale by one step is the model itself
+    for sample in (
+        whole["samples"][0],
+        whole["samples"][3],
+    ):  # stale by one step is the model itself
         assert sample | own == sample
     text = json.dumps(whole)  # NaN is not equal to itself
     assert json.dumps(json.loads(text)) == text
@@ -348,13 +416,19 @@ ONE_RUN = [("a", 2, 5.0, 0.1), ("a", 4, 4.0, 0.2), ("a", 6, 3.0, 0.3), ("a", 8, 
 def test_models_are_correlated_as_far_as_they_can_be() -> None:
     assert "at least 3 are needed" in correlate_studies([study()] * 2)[1][0]
     correlations, reasons = correlate_studies(build_studies(ONE_RUN))
-    assert [(each["y"], each["among"], each["rho"]) for each in correlations] == [("nll", "all models", -1)]
+    assert [(each["y"], each["among"], each["rho"]) for each in correlations] == [
+        ("nll", "all models", -1)
+    ]
     assert "no correlation at equal steps: 1 independent" in reasons[0]
     finals = build_studies([(str(nll), 8, nll, accuracy) for _, _, nll, accuracy in ONE_RUN])
     correlations, reasons = correlate_studies(finals)
-    assert [each["among"] for each in correlations] == ["all models"] and "within runs" in reasons[0]
+    assert [each["among"] for each in correlations] == ["all models"] and "within runs" in reasons[
+        0
+    ]
     found, _ = correlate_studies(build_studies(RUNS, samples=study()["samples"]))
-    assert {each["y"] for each in found if each["rho"] == each["rho"]} == {"nll"}  # the Gen-PPL of all is the same
+    assert {each["y"] for each in found if each["rho"] == each["rho"]} == {
+        "nll"
+    }  # the Gen-PPL of all is the same
     fewer = correlate_studies(build_studies(RUNS[1:]))[0]  # a step that one run lacks is left out
     assert [(each["points"], each["independent"]) for each in fewer] == [(7, 7), (6, 4), (4, 4)]
 
@@ -366,8 +440,14 @@ def test_tables_list_models_and_correlations() -> None:
     errors = find_guess(studies[0])["accuracy_se"], studies[0]["losses"][0]["nll_se"]
     assert models.rows[0][2:4] == [Estimate(0.2, errors[0]), Estimate(5.0, errors[1])]
     assert [column.name for column in models.columns][-2:] == ["Gen-PPL", "entropy (nats)"]
-    assert [row[1] for row in correlations.rows] == 3 * ["all models", "within runs", "at equal steps"]
-    (*_, named) = anchor_study.build_tables(build_studies([("a<b|c", 2, 5, 0.1), ("d", 2, 5, 0.1)]), [])
+    assert [row[1] for row in correlations.rows] == 3 * [
+        "all models",
+        "within runs",
+        "at equal steps",
+    ]
+    (*_, named) = anchor_study.build_tables(
+        build_studies([("a<b|c", 2, 5, 0.1), ("d", 2, 5, 0.1)]), []
+    )
     assert r"| a\<b\|c | 2 |" in render_markdown(named)
 
 
@@ -391,13 +471,33 @@ def train_seed(seed: int) -> str:
 
 
 def test_a_model_is_measured_once_and_printed(tmp_path: Path) -> None:
-    words = (trained(), "--data", held_out(), *ARGS, "--samples", 2, "--length", 12, "--steps", 3, "--out", tmp_path)
+    words = (
+        trained(),
+        "--data",
+        held_out(),
+        *ARGS,
+        "--samples",
+        2,
+        "--length",
+        12,
+        "--steps",
+        3,
+        "--out",
+        tmp_path,
+    )
     found, lm = run_json(*words), adlm.load(trained(), device="cpu")
     (model,) = found["models"]
     for part in ("losses", "samples"):
-        assert [each["perturbation"] for each in model[part]] == ["none", "noise 0.5", "permuted", "stale 2"]
+        assert [each["perturbation"] for each in model[part]] == [
+            "none",
+            "noise 0.5",
+            "permuted",
+            "stale 2",
+        ]
     assert {each["sampler"] for each in model["reveals"]} == {"ancestral", "confidence"}
-    assert found["correlations"] == [] and "at least 3 are needed" in found["skipped_correlations"][0]
+    assert (
+        found["correlations"] == [] and "at least 3 are needed" in found["skipped_correlations"][0]
+    )
     settings = found["settings"]["models"][0]
     assert found["settings"]["anchors"] == {"rule": "rare_in_sequence", "max_count": 5}
     assert len(settings["data"]["rows_hash"]) == 64 and found["provenance"]["versions"]["torch"]
@@ -405,20 +505,28 @@ def test_a_model_is_measured_once_and_printed(tmp_path: Path) -> None:
     before = (tmp_path / "cache.jsonl").read_bytes()
     result = invoke("eval", "anchors", *words)
     assert (tmp_path / "cache.jsonl").read_bytes() == before  # nothing was measured again
-    for row, name in [(loss, "cost") for loss in model["losses"][1:]] + [(row, "entropy") for row in model["samples"]]:
+    for row, name in [(loss, "cost") for loss in model["losses"][1:]] + [
+        (row, "entropy") for row in model["samples"]
+    ]:
         assert f"{row[name]:.3f} ± {row[f'{name}_se']:.3f}" in result.stdout
     assert "calibration error" in result.stdout and "mean rank of reveals" in result.stdout
     same = adlm.evaluate.anchors(lm, held_out(), limit=8, draws=2, perturb=[0.5], stale=[2])
     assert same["models"][0]["losses"] == model["losses"] and "anchor network" in str(same)
     rows = load_eval_data(held_out(), lm.tokenizer, lm.model.config.length, limit=8).rows
-    assert model["losses"][0]["nll"] == pytest.approx(estimate_nll(lm.model, rows, draws=2).nll, rel=1e-5)
+    assert model["losses"][0]["nll"] == pytest.approx(
+        estimate_nll(lm.model, rows, draws=2).nll, rel=1e-5
+    )
 
 
 @with_matplotlib
 def test_checkpoints_of_several_runs_are_compared(tmp_path: Path) -> None:
     """Nothing is perturbed, and every checkpoint is measured once."""
     needs("transformers")
-    runs = [str(path) for seed in (1, 2, 3) for path in sorted(Path(train_seed(seed)).glob("checkpoints/step-*"))]
+    runs = [
+        str(path)
+        for seed in (1, 2, 3)
+        for path in sorted(Path(train_seed(seed)).glob("checkpoints/step-*"))
+    ]
     words = ("--data", held_out(), *BARE, "--out", tmp_path)
     words = (*words, "--samples", 4, "--length", 24, "--steps", 3, "--judge", causal_folder())
     found = run_json(*runs, *words)
@@ -427,14 +535,28 @@ def test_checkpoints_of_several_runs_are_compared(tmp_path: Path) -> None:
     ]
     for model in found["models"]:
         assert [loss["perturbation"] for loss in model["losses"]] == ["none"]
-        assert [sample["perturbation"] for sample in model["samples"]] == ["none"] and len(model["reveals"]) == 1
-    looks = [(each["y"], each["among"], each["points"], each["independent"]) for each in found["correlations"]]
+        assert [sample["perturbation"] for sample in model["samples"]] == ["none"] and len(
+            model["reveals"]
+        ) == 1
+    looks = [
+        (each["y"], each["among"], each["points"], each["independent"])
+        for each in found["correlations"]
+    ]
     among = (("all models", 9, 9), ("within runs", 9, 7), ("at equal steps", 9, 3))
     assert looks == [(y, *look) for y in ("nll", "gen_ppl", "entropy") for look in among]
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "anchors.json", "cache.jsonl", "correlation.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "anchors.json",
+        "cache.jsonl",
+        "correlation.png",
+    }
     assert pixels(tmp_path / "correlation.png").std() > 0.03
     again = run_json(*runs, *words, "--batch", 3)  # the batch size is no other setting
     assert again["models"] == found["models"] and again["correlations"] == found["correlations"]
     result = invoke("eval", "anchors", *runs[:3], *words)
-    assert "all models" in result.stdout and "head" not in result.stdout and "at equal steps" in result.stderr
+    assert (
+        "all models" in result.stdout
+        and "head" not in result.stdout
+        and "at equal steps" in result.stderr
+    )
     assert len((tmp_path / "cache.jsonl").read_text("utf-8").splitlines()) == 9

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from adlm.data.shards import file_lock
-from adlm.evaluate.cache import LOCKED_FOLDERS, Cache, hash_settings, lock_output, open_cache, read_entries
+from adlm.evaluate.cache import (
+    LOCKED_FOLDERS,
+    Cache,
+    hash_settings,
+    lock_output,
+    open_cache,
+    read_entries,
+)
 from adlm.training.distributed import DistributedContext
 
 
@@ -116,7 +123,9 @@ def test_two_threads_do_not_evaluate_into_one_folder(tmp_path: Path) -> None:
     assert not LOCKED_FOLDERS and inner(out=tmp_path) == 1
 
 
-def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     cache = Cache()
     cache.put("a", 1)
@@ -130,4 +139,8 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_equal_settings_have_equal_keys() -> None:
-    assert hash_settings({"a": 1, "b": [2]}) == hash_settings({"b": [2], "a": 1}) != hash_settings({"a": 1, "b": [3]})
+    assert (
+        hash_settings({"a": 1, "b": [2]})
+        == hash_settings({"b": [2], "a": 1})
+        != hash_settings({"a": 1, "b": [3]})
+    )

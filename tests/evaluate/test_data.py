@@ -40,14 +40,23 @@ def read_rows(data: EvalDataset) -> tuple[list[list[int]], list[int]]:
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", sentences(5000))  # more than one chunk
-    one, four = (load_eval_data(path, tokenizer("bytes"), 32, rows=rows, workers=workers) for workers in (1, 4))
-    assert one.rows_hash == four.rows_hash and one.settings == four.settings and one.bytes == four.bytes
+    one, four = (
+        load_eval_data(path, tokenizer("bytes"), 32, rows=rows, workers=workers)
+        for workers in (1, 4)
+    )
+    assert (
+        one.rows_hash == four.rows_hash
+        and one.settings == four.settings
+        and one.bytes == four.bytes
+    )
     assert torch.equal(one.documents, four.documents)
     assert read_rows(one) == read_rows(four)
 
 
 @pytest.mark.parametrize(("count", "is_enough"), [(1, False), (9, False), (10, True)])
-def test_a_few_documents_are_no_units_of_a_standard_error(tmp_path: Path, count: int, is_enough: bool) -> None:
+def test_a_few_documents_are_no_units_of_a_standard_error(
+    tmp_path: Path, count: int, is_enough: bool
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [PROSE[:300]] * count)
     units = load_eval_data(path, tokenizer("bytes"), 32).document_units()
     assert (units is not None) == is_enough
@@ -57,12 +66,17 @@ def test_a_few_documents_are_no_units_of_a_standard_error(tmp_path: Path, count:
 @pytest.mark.parametrize("words", ["gpt2", "bert-base-uncased"])
 def test_rows_are_those_of_prepare(tmp_path: Path, rows: Any, words: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [*sentences(200), "", "naïve – 漢字 " * 40])
-    prepare(path, tmp_path / "data", tokenizer=words, length=24, rows=rows, valid_share=0, workers=1)
+    prepare(
+        path, tmp_path / "data", tokenizer=words, length=24, rows=rows, valid_share=0, workers=1
+    )
     fresh = load_eval_data(path, tokenizer(words), 24, rows=rows)
     stored = load_eval_data(tmp_path / "data", tokenizer(words), 24, split="train")
     assert stored.rows_hash == fresh.rows_hash and read_rows(stored) == read_rows(fresh)
     assert torch.equal(stored.documents, fresh.documents)
-    assert stored.settings["rows"] == rows and stored.settings["identity"] == fresh.settings["identity"]
+    assert (
+        stored.settings["rows"] == rows
+        and stored.settings["identity"] == fresh.settings["identity"]
+    )
     manifest = open_data(tmp_path / "data").manifest["splits"]["train"]
     assert stored.bytes == manifest["bytes"] and manifest["rows"] == len(fresh.rows)
     assert abs(fresh.bytes - stored.bytes) < 200  # prepare estimates what of a cut document is kept
@@ -71,10 +85,14 @@ def test_rows_are_those_of_prepare(tmp_path: Path, rows: Any, words: str) -> Non
 def test_wrapped_rows_are_the_stream_between_bos_and_eos(tmp_path: Path) -> None:
     documents = [*sentences(60), "", "", "x" * 70]
     data = load_eval_data(write_jsonl(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 20)
-    stream = [(token, i) for i, text in enumerate(documents) for token in [*text.encode(), 256]]  # and its document
+    stream = [
+        (token, i) for i, text in enumerate(documents) for token in [*text.encode(), 256]
+    ]  # and its document
     count = len(stream) // 18
     rows, _ = read_rows(data)
-    assert rows == [[256, *(token for token, _ in stream[18 * i : 18 * i + 18]), 256] for i in range(count)]
+    assert rows == [
+        [256, *(token for token, _ in stream[18 * i : 18 * i + 18]), 256] for i in range(count)
+    ]
     assert data.documents.tolist() == [stream[18 * i][1] for i in range(count)]
     assert data.settings["tokens_dropped"] == len(stream) - 18 * count
     assert data.settings["documents"] + data.settings["documents_dropped"] == len(documents)
@@ -83,11 +101,19 @@ def test_wrapped_rows_are_the_stream_between_bos_and_eos(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 30])
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
-def test_bytes_are_those_of_the_text_in_the_rows(tmp_path: Path, rows: Any, limit: int | None) -> None:
+def test_bytes_are_those_of_the_text_in_the_rows(
+    tmp_path: Path, rows: Any, limit: int | None
+) -> None:
     documents = [*sentences(300), "one word and then " * 20]
-    data = load_eval_data(write_jsonl(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 40, rows=rows, limit=limit)
+    data = load_eval_data(
+        write_jsonl(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 40, rows=rows, limit=limit
+    )
     found, _ = read_rows(data)
-    assert data.bytes == sum(token < 256 for row in found for token in row) == data.settings["text_bytes"]
+    assert (
+        data.bytes
+        == sum(token < 256 for row in found for token in row)
+        == data.settings["text_bytes"]
+    )
     words = tokenizer("gpt2")
     data = load_eval_data(tmp_path / "a.jsonl", words, 40, rows=rows, limit=limit)
     kept = [[token for token in row if token != words.eos_id] for row in read_rows(data)[0]]
@@ -102,7 +128,9 @@ def test_a_limit_takes_the_first_rows(tmp_path: Path, rows: Any) -> None:
     assert read_rows(few)[0] == read_rows(every)[0][:10] and few.rows_hash != every.rows_hash
     assert torch.equal(few.documents, every.documents[:10]) and few.settings["limit"] == 10
     assert few.settings["documents_dropped"] is None  # what was not read is not known
-    prepare(path, tmp_path / "data", tokenizer="bytes", length=32, rows=rows, valid_share=0, workers=1)
+    prepare(
+        path, tmp_path / "data", tokenizer="bytes", length=32, rows=rows, valid_share=0, workers=1
+    )
     stored = load_eval_data(tmp_path / "data", tokenizer("bytes"), 32, split="train", limit=10)
     assert stored.rows_hash == few.rows_hash and stored.bytes == pytest.approx(few.bytes, rel=0.05)
     assert "in proportion" in stored.settings["bytes_source"]
@@ -114,7 +142,11 @@ def test_long_documents_are_cut_and_counted(tmp_path: Path) -> None:
     rows, widths = read_rows(data)
     assert widths == [10, 10, 2, 10] and rows[1] == [256, *b"b" * 8, 256]
     settings = data.settings
-    assert (settings["documents_cut"], settings["tokens_dropped"], settings["documents"]) == (2, 42 + 1, 4)
+    assert (settings["documents_cut"], settings["tokens_dropped"], settings["documents"]) == (
+        2,
+        42 + 1,
+        4,
+    )
     assert data.documents.tolist() == [0, 1, 2, 3] and data.bytes == 24
 
 
@@ -129,25 +161,41 @@ def test_the_hash_is_of_the_documented_bytes() -> None:
 
 
 def test_what_the_text_is_stands_in_the_settings(tmp_path: Path) -> None:
-    wiki = load_eval_data(f"wikitext103:{FIXTURES / 'wiki.valid.tokens'}", tokenizer("gpt2"), 64).settings
-    assert wiki["detokenizer"] == "wikitext" and wiki["stand_in"] is None and wiki["rows"] == "wrapped"
+    wiki = load_eval_data(
+        f"wikitext103:{FIXTURES / 'wiki.valid.tokens'}", tokenizer("gpt2"), 64
+    ).settings
+    assert (
+        wiki["detokenizer"] == "wikitext" and wiki["stand_in"] is None and wiki["rows"] == "wrapped"
+    )
     assert wiki["tokenizer"] == "gpt2" and wiki["tokenizer_sha256"] == tokenizer("gpt2").sha256
     assert wiki["unk_marks"] == 0
     assert wiki["identity"]["files"][0]["name"] == "wiki.valid.tokens"
     news = tmp_path / "news.en.heldout-00000-of-00050"
     news.write_text("It is so .\n" * 9)
-    assert load_eval_data(f"lm1b:{news}", tokenizer("gpt2"), 16).settings["rows"] == "documents"  # as that set has them
+    assert (
+        load_eval_data(f"lm1b:{news}", tokenizer("gpt2"), 16).settings["rows"] == "documents"
+    )  # as that set has them
 
 
 @pytest.mark.parametrize(
     ("length", "rows", "limit", "count"),
-    [(90, "documents", 1, 2), (90, "documents", 2, 2), (90, "documents", 3, 11), (32, "wrapped", 1, 2)],
+    [
+        (90, "documents", 1, 2),
+        (90, "documents", 2, 2),
+        (90, "documents", 3, 11),
+        (32, "wrapped", 1, 2),
+    ],
 )
 def test_unk_marks_are_counted_where_rows_hold_them(
     tmp_path: Path, length: int, rows: Any, limit: int, count: int
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["a <unk> b <unk>", "c " * 30, "<unk>" * 9])
-    assert load_eval_data(path, tokenizer("bytes"), length, rows=rows, limit=limit).settings["unk_marks"] == count
+    assert (
+        load_eval_data(path, tokenizer("bytes"), length, rows=rows, limit=limit).settings[
+            "unk_marks"
+        ]
+        == count
+    )
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
@@ -163,7 +211,11 @@ def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
         ("text", {"name": "nowhere.txt"}, r"no file or folder.*nowhere\.txt"),
         ("", {}, "is empty: give a file or a folder with text in it"),
         (" \n\n", {}, "holds no document"),
-        ("a few words", {}, r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; use a smaller"),
+        (
+            "a few words",
+            {},
+            r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; use a smaller",
+        ),
         ("a few\n<|endoftext|>\nwords", {}, r"10 tokens in 2 documents.*rows=documents"),
         ("text", {"rows": "lines"}, "unknown rows 'lines': expected one of wrapped, documents"),
         ("text", {"limit": 0}, "limit must be a whole number from 1 on, got 0"),
@@ -185,7 +237,9 @@ def test_errors(tmp_path: Path, content: str | None, options: dict[str, Any], er
 def test_a_prepared_folder_must_fit(tmp_path: Path) -> None:
     path, folder = write_jsonl(tmp_path / "a.jsonl", sentences(100)), tmp_path / "data"
     prepare(path, folder, tokenizer="bytes", length=32, workers=1)
-    assert len(load_eval_data(folder, tokenizer("bytes"), 32).rows) == len(open_data(folder).rows("valid"))
+    assert len(load_eval_data(folder, tokenizer("bytes"), 32).rows) == len(
+        open_data(folder).rows("valid")
+    )
     for words, length, options, error in (
         ("gpt2", 32, {}, r"prepared with the tokenizer 'bytes'.*model's is 'gpt2'.*prepare it again"),
         ("bytes", 16, {}, r"have 32 tokens, which is more than 16.*--length 16"),

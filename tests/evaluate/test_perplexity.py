@@ -41,8 +41,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def measure(models: LM | list[LM], texts: dict[str, Path], *names: str, **options: Any) -> EvalResult:
-    return perplexity(models, {name: texts[name] for name in names}, **{"draws": 2, "seed": 3, **options})
+def measure(
+    models: LM | list[LM], texts: dict[str, Path], *names: str, **options: Any
+) -> EvalResult:
+    return perplexity(
+        models, {name: texts[name] for name in names}, **{"draws": 2, "seed": 3, **options}
+    )
 
 
 def list_entries(result: EvalResult) -> list[dict[str, Any]]:
@@ -54,30 +58,48 @@ def list_entries(result: EvalResult) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 @pytest.mark.parametrize("count", ["lineage", "text"])
 @pytest.mark.parametrize("method", ["adlm", "ar", "sedd"])
-def test_an_entry_is_the_estimate_of_the_nll(texts: dict[str, Path], method: str, count: str, rows: Any) -> None:
+def test_an_entry_is_the_estimate_of_the_nll(
+    texts: dict[str, Path], method: str, count: str, rows: Any
+) -> None:
     model = small(method)
     data = load_eval_data(texts["first"], model.tokenizer, 32, rows=rows)
     options: dict[str, Any] = {"attend_padding": method == "adlm" and count == "text"}
     found = measure(model, texts, "first", batch=7, count=count, rows=rows, **options)
     frame = (model.tokenizer.bos_id, model.tokenizer.eos_id) if count == "text" else ()
-    options |= {"draws": 2, "seed": 3, "score_entropy": method == "sedd", "documents": data.documents}
+    options |= {
+        "draws": 2,
+        "seed": 3,
+        "score_entropy": method == "sedd",
+        "documents": data.documents,
+    }
     expected = estimate_nll(model.model, data.rows, given_tokens=frame, **options)  # type: ignore[arg-type]
     assert found["nll"] == pytest.approx(expected.nll, abs=1e-5)
     assert found["se"] == pytest.approx(expected.stderr, abs=1e-5)
     assert found["se_noise"] == pytest.approx(expected.noise_stderr, abs=1e-5)
     tokens, lengths = data.rows.fetch(range(len(data.rows)))
-    is_counted = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else is_valid(lengths, 32)
-    is_counted &= ~torch.isin(tokens, torch.tensor(frame)) if frame else torch.arange(32) >= (method == "ar")
+    is_counted = (
+        torch.ones_like(tokens, dtype=torch.bool) if lengths is None else is_valid(lengths, 32)
+    )
+    is_counted &= (
+        ~torch.isin(tokens, torch.tensor(frame)) if frame else torch.arange(32) >= (method == "ar")
+    )
     assert found["tokens"] == expected.tokens == int(is_counted.sum())
     assert found["ppl"] == pytest.approx(math.exp(found["nll"]))
     assert found["bits_per_byte"] == pytest.approx(expected.bits_per_byte(data.bytes), rel=1e-5)
-    assert found["bits_per_byte_se"] / found["bits_per_byte"] == pytest.approx(found["se"] / found["nll"])
+    assert found["bits_per_byte_se"] / found["bits_per_byte"] == pytest.approx(
+        found["se"] / found["nll"]
+    )
     assert found["is_bound"] == (method != "ar") and found["rows"] == len(data.rows)
     assert found["se_unit"] == "documents" and found["se_count"] == len(data.documents.unique())
-    assert found["rows_hash"] == data.rows_hash and json.loads(json.dumps(found.as_dict())) == found.as_dict()
+    assert (
+        found["rows_hash"] == data.rows_hash
+        and json.loads(json.dumps(found.as_dict())) == found.as_dict()
+    )
 
 
-def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_one_tokenizer_share_the_rows(
+    texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a model's estimates do not depend on the other models and texts."""
     reads: list[str] = []
 
@@ -88,7 +110,9 @@ def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypa
     models, stages = [small(), small("mdlm", "one stage"), small(name="of words", words="gpt2")], []
     with monkeypatch.context() as patch:
         patch.setattr(ppl, "load_eval_data", count)
-        found = measure(models, texts, "first", "second", on_progress=lambda stage, *_: stages.append(stage))
+        found = measure(
+            models, texts, "first", "second", on_progress=lambda stage, *_: stages.append(stage)
+        )
     assert reads == ["first bytes", "first gpt2", "second bytes", "second gpt2"]
     assert [(each["data"], each["model"]) for each in found["models"]] == [
         (text, model.name) for text in ("first", "second") for model in models
@@ -105,9 +129,15 @@ def test_rows_depend_on_the_tokens_that_begin_and_end_a_text(texts: dict[str, Pa
     for model, (first, last) in zip(models, ((bos, eos), (eos, bos), (bos, eos)), strict=True):
         model.tokenizer = replace(model.tokenizer, name=model.name, bos_id=first, eos_id=last)
     found = list_entries(measure(models, texts, "first"))
-    assert found == [entry for model in models for entry in list_entries(measure(model, texts, "first"))]
+    assert found == [
+        entry for model in models for entry in list_entries(measure(model, texts, "first"))
+    ]
     assert found[0]["rows_hash"] == found[2]["rows_hash"] != found[1]["rows_hash"]
-    assert [each["settings"]["data"]["tokenizer"] for each in found] == ["usual", "turned round", "again"]
+    assert [each["settings"]["data"]["tokenizer"] for each in found] == [
+        "usual",
+        "turned round",
+        "again",
+    ]
 
 
 def test_two_masked_models_are_paired_in_nats_per_token(texts: dict[str, Path]) -> None:
@@ -116,14 +146,22 @@ def test_two_masked_models_are_paired_in_nats_per_token(texts: dict[str, Path]) 
     (difference,) = measure(models, texts, "first")["differences"]
     data = load_eval_data(texts["first"], models[0].tokenizer, 32)
     first, other = (estimate_nll(model.model, data.rows, draws=2, seed=3) for model in models)
-    assert (difference["model"], difference["baseline"], difference["unit"]) == ("other", "small", "nats/token")
+    assert (difference["model"], difference["baseline"], difference["unit"]) == (
+        "other",
+        "small",
+        "nats/token",
+    )
     assert difference["difference"] == pytest.approx(other.nll - first.nll, abs=1e-6)
     _, unit = data.documents.unique(return_inverse=True)
-    apart = torch.zeros(int(unit.max()) + 1, dtype=torch.float64).index_add_(0, unit, other.row_nats - first.row_nats)
+    apart = torch.zeros(int(unit.max()) + 1, dtype=torch.float64).index_add_(
+        0, unit, other.row_nats - first.row_nats
+    )
     tokens = torch.zeros_like(apart).index_add_(0, unit, first.row_tokens)
     pulls = (apart - apart.sum() / tokens.sum() * tokens) / tokens.sum()
     expected = math.sqrt(len(pulls) / (len(pulls) - 1) * float(pulls.square().sum()))
-    assert difference["se"] == pytest.approx(expected, rel=1e-6) and difference["se_count"] == len(pulls)
+    assert difference["se"] == pytest.approx(expected, rel=1e-6) and difference["se_count"] == len(
+        pulls
+    )
     twins = measure([small(), small(name="twin")], texts, "one")  # one document: the units are rows
     (same,), entry = twins["differences"], twins["models"][0]
     assert same["difference"] == 0 == same["se"] and same["se_unit"] == entry["se_unit"] == "rows"
@@ -131,13 +169,19 @@ def test_two_masked_models_are_paired_in_nats_per_token(texts: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
-def test_other_kinds_and_tokenizers_are_paired_in_bits_per_byte(texts: dict[str, Path], rows: Any) -> None:
+def test_other_kinds_and_tokenizers_are_paired_in_bits_per_byte(
+    texts: dict[str, Path], rows: Any
+) -> None:
     models = [small(), small("ar", "causal"), small(name="of words", words="gpt2")]
     found = measure(models, texts, "first", rows=rows)
     first, causal, words = found["models"]
     for difference, entry in zip(found["differences"], (causal, words), strict=True):
         assert difference["unit"] == "bits/byte" and difference["se_unit"] == "documents"
-        assert difference["model"] == entry["model"] and 0 < difference["se"] < 2 and difference["se_count"] > 1
+        assert (
+            difference["model"] == entry["model"]
+            and 0 < difference["se"] < 2
+            and difference["se_count"] > 1
+        )
     expected = causal["bits_per_byte"] - first["bits_per_byte"]
     assert found["differences"][0]["difference"] == pytest.approx(expected, rel=1e-5)
     data = load_eval_data(texts["first"], models[0].tokenizer, 32, rows=rows)
@@ -176,9 +220,15 @@ def test_stored_estimates_are_not_computed_again(
     assert len(calls) == 2 and again["models"][0]["settings"]["data"]["source"] == str(moved)
     assert [entry["model"] for entry in again["models"]] == ["renamed", "too"]
     for old, new in zip(first["models"], again["models"], strict=True):
-        assert all(old[key] == new[key] for key in ("nll", "se", "se_noise", "bits_per_byte", "rows_hash"))
-    assert [each["se"] for each in first["differences"]] == [each["se"] for each in again["differences"]]
-    for number, change in enumerate(({"seed": 4}, {"draws": 3}, {"limit": 3}, {"count": "text"}, {"steps": 5}), 3):
+        assert all(
+            old[key] == new[key] for key in ("nll", "se", "se_noise", "bits_per_byte", "rows_hash")
+        )
+    assert [each["se"] for each in first["differences"]] == [
+        each["se"] for each in again["differences"]
+    ]
+    for number, change in enumerate(
+        ({"seed": 4}, {"draws": 3}, {"limit": 3}, {"count": "text"}, {"steps": 5}), 3
+    ):
         measure(small(), texts, "first", out=tmp_path, **change)
         assert len(calls) == number
     measure(small("ar"), texts, "first", out=tmp_path, seed=9)  # a causal model has no noise

@@ -12,14 +12,31 @@ pytestmark = with_matplotlib
 REAL_TEXT = {"gen_ppl": 20.0, "gen_ppl_se": 1.0, "entropy": 4.1, "entropy_se": 0.1}
 
 
-def point(steps: int, *, sampler: str = "ancestral", top_p: float = 0.9, **changes: Any) -> dict[str, Any]:
+def point(
+    steps: int, *, sampler: str = "ancestral", top_p: float = 0.9, **changes: Any
+) -> dict[str, Any]:
     """A point of a frontier whose quality grows with its steps."""
-    quality = {"gen_ppl": 900.0 / steps, "gen_ppl_se": 3.0, "entropy": 4.5 - steps / 100, "entropy_se": 0.05}
+    quality = {
+        "gen_ppl": 900.0 / steps,
+        "gen_ppl_se": 3.0,
+        "entropy": 4.5 - steps / 100,
+        "entropy_se": 0.05,
+    }
     time = {"nfe": float(steps), "seconds": steps / 50, "seconds_sd": 0.01}
-    return {"model": "runs/one", "sampler": sampler, "temperature": 1.0, "top_p": top_p, **quality, **time, **changes}
+    return {
+        "model": "runs/one",
+        "sampler": sampler,
+        "temperature": 1.0,
+        "top_p": top_p,
+        **quality,
+        **time,
+        **changes,
+    }
 
 
-POINTS = [point(steps, sampler=sampler) for sampler in ("ancestral", "confidence") for steps in (4, 8, 16)]
+POINTS = [
+    point(steps, sampler=sampler) for sampler in ("ancestral", "confidence") for steps in (4, 8, 16)
+]
 
 
 def test_a_frontier_shows_points_models_and_real_text(tmp_path: Path) -> None:
@@ -30,12 +47,16 @@ def test_a_frontier_shows_points_models_and_real_text(tmp_path: Path) -> None:
         assert word in drawn
     again = draw_frontier(odd, tmp_path / "again.svg", REAL_TEXT)
     assert again.read_text("utf-8") == drawn  # no date in it
-    unscored = draw_frontier([each | {"gen_ppl": None} for each in odd], tmp_path / "unscored.svg").read_text("utf-8")
+    unscored = draw_frontier(
+        [each | {"gen_ppl": None} for each in odd], tmp_path / "unscored.svg"
+    ).read_text("utf-8")
     assert "entropy (nats" in unscored and "Gen-PPL" not in unscored and "real text" not in unscored
 
 
 def test_correlations_show_runs_and_coefficients(tmp_path: Path) -> None:
     few = build_studies(RUNS)
-    drawn = draw_correlation(few, correlate_studies(few)[0], tmp_path / "few.svg").read_text("utf-8")
+    drawn = draw_correlation(few, correlate_studies(few)[0], tmp_path / "few.svg").read_text(
+        "utf-8"
+    )
     for word in ("within runs: ρ = -1.00", "at equal steps: ρ = 1.00", ">a<", ">d<"):
         assert word in drawn

@@ -10,7 +10,9 @@ from adlm.evaluate import provenance
 from tests.world import random_model
 
 
-def test_the_commit_of_a_copy_and_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_a_copy_and_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = tmp_path / "adlm" / "evaluate" / "provenance.py"
     copy.parent.mkdir(parents=True)
     copy.write_text("", "utf-8")
@@ -22,7 +24,9 @@ def test_the_commit_of_a_copy_and_of_a_checkout(tmp_path: Path, monkeypatch: pyt
     for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm one", "tag v1"):
         subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True)
     commit = provenance.get_commit()
-    assert commit and len(commit) == 40 and set(commit) <= set("0123456789abcdef")  # a checkout needs no variable
+    assert (
+        commit and len(commit) == 40 and set(commit) <= set("0123456789abcdef")
+    )  # a checkout needs no variable
     (tmp_path / "untracked").write_text("", "utf-8")
     assert provenance.get_commit() == commit
     copy.write_text("changed", "utf-8")

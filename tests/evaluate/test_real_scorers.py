@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 import adlm
-from adlm.evaluate.sample_metrics import compute_gen_ppl, cut_passages, measure_mauve, warn_few_texts
+from adlm.evaluate.sample_metrics import (
+    compute_gen_ppl,
+    cut_passages,
+    measure_mauve,
+    warn_few_texts,
+)
 from adlm.evaluate.scorer import ScoringRequest, TokenizedText, score_texts
 from tests.evaluate.scorers import documents, needs, real
 
@@ -21,7 +26,10 @@ Texts = list[TokenizedText]
 
 @cache
 def real_text(count: int, tokens: int) -> Texts:
-    texts = [text.truncate(tokens) for text in real(SMOL).encode(cut_passages(documents(), count, 6 * tokens))]
+    texts = [
+        text.truncate(tokens)
+        for text in real(SMOL).encode(cut_passages(documents(), count, 6 * tokens))
+    ]
     assert {len(text) for text in texts} == {tokens}
     return texts
 
@@ -36,8 +44,12 @@ def shuffle_words(texts: Texts, tokens: int) -> Texts:
 def from_tokens(rows: list[list[int]]) -> Texts:
     """Rows of tokens as they are, even if their text would be tokenized differently."""
     texts = [real(SMOL).tokenizer.decode(row) for row in rows]
-    ends = [np.linspace(1, max(len(text), 1), len(row)).astype(int) for text, row in zip(texts, rows)]
-    return [TokenizedText(text, tuple(row), tuple(end)) for text, row, end in zip(texts, rows, ends)]
+    ends = [
+        np.linspace(1, max(len(text), 1), len(row)).astype(int) for text, row in zip(texts, rows)
+    ]
+    return [
+        TokenizedText(text, tuple(row), tuple(end)) for text, row, end in zip(texts, rows, ends)
+    ]
 
 
 def shuffle_tokens(texts: Texts) -> Texts:
@@ -46,7 +58,9 @@ def shuffle_tokens(texts: Texts) -> Texts:
 
 
 def score(texts: Texts) -> dict[str, float]:
-    return compute_gen_ppl(real(SMOL), texts, score_texts([ScoringRequest(real(SMOL), texts)])[0].nats)[1]
+    return compute_gen_ppl(
+        real(SMOL), texts, score_texts([ScoringRequest(real(SMOL), texts)])[0].nats
+    )[1]
 
 
 def is_below(low: dict[str, float], high: dict[str, float]) -> bool:
@@ -58,8 +72,15 @@ def test_real_text_is_likelier_than_samples_and_samples_than_shuffled_text() -> 
     sampling = {"sampler": "ancestral", "steps": 32, "top_p": 1.0, "seed": 1}
     generated = adlm.load(device="cpu").generate("", n=FEW, length=LONGER + 12, **sampling).texts
     whole = real_text(FEW, LONGER)
-    every = (whole, real(SMOL).encode(generated), shuffle_words(whole, LONGER), shuffle_tokens(whole))
-    text, samples, words, tokens = (score([each.truncate(LONGER) for each in texts]) for texts in every)
+    every = (
+        whole,
+        real(SMOL).encode(generated),
+        shuffle_words(whole, LONGER),
+        shuffle_tokens(whole),
+    )
+    text, samples, words, tokens = (
+        score([each.truncate(LONGER) for each in texts]) for texts in every
+    )
     assert is_below(text, samples) and is_below(samples, tokens)
     assert is_below(text, words) and is_below(samples, words)
     assert math.exp(text["nll"]) < 150 and text["bits_per_character"] < 2
@@ -72,11 +93,15 @@ def features(name: str, scorer: str = SMOL) -> np.ndarray:
         "half": lambda: text[:N],
         "other half": lambda: text[N:],
         "words": lambda: shuffle_words(text[N:], TOKENS),
-        "random": lambda: from_tokens([[rng.randrange(100, 49_000) for _ in range(TOKENS)] for _ in range(N)]),
+        "random": lambda: from_tokens(
+            [[rng.randrange(100, 49_000) for _ in range(TOKENS)] for _ in range(N)]
+        ),
     }[name]()
     if scorer != SMOL:
         texts = real(scorer).encode([text.text for text in texts])
-    found = score_texts([ScoringRequest(real(scorer), texts, with_nats=False, with_features=True)])[0].features
+    found = score_texts([ScoringRequest(real(scorer), texts, with_nats=False, with_features=True)])[
+        0
+    ].features
     assert found is not None
     return found
 

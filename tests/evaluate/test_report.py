@@ -30,7 +30,9 @@ def quick_report() -> tuple[EvalResult, Path]:
     text.write_text(TEXT[:6000], "utf-8")
     lms = [load(trained(name), device="cpu") for name in ("adlm", "ar")]
     command = f"adlm eval report {trained()} --data {text}"
-    return report(lms, str(text), n=2, length=16, steps=[4], limit=8, command=command, out=str(out)), out
+    return report(
+        lms, str(text), n=2, length=16, steps=[4], limit=8, command=command, out=str(out)
+    ), out
 
 
 class Reader(HTMLParser):
@@ -47,7 +49,11 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        self.links += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "action", "data")
+        ]
         assert not [name for name, _ in attrs if name.startswith("on")]
         if tag not in ("meta", "img", "br", "link"):
             self.open.append(tag)
@@ -64,7 +70,11 @@ def list_leaves(value: Any) -> list[Any]:
     """All numbers, texts and keys of the data."""
     if isinstance(value, dict):
         return [leaf for each in value.values() for leaf in list_leaves(each)] + list(value)
-    return [leaf for each in value for leaf in list_leaves(each)] if isinstance(value, list) else [value]
+    return (
+        [leaf for each in value for leaf in list_leaves(each)]
+        if isinstance(value, list)
+        else [value]
+    )
 
 
 def find_unknown_numbers(page: str, data: dict[str, Any]) -> set[str]:
@@ -108,13 +118,23 @@ def test_no_path_of_this_machine_is_published() -> None:
     for name in FILES:
         whole = (out / name).read_text("utf-8")
         assert str(shelf()) not in whole and "run-adlm" in whole and "report-held-out.txt" in whole
-    kept = {"text": "see /usr/lib/x", "link": "https://a.b/c/d", "source": "ptb:/data/sets/ptb.txt", "share": "1/2/3"}
+    kept = {
+        "text": "see /usr/lib/x",
+        "link": "https://a.b/c/d",
+        "source": "ptb:/data/sets/ptb.txt",
+        "share": "1/2/3",
+    }
     assert hide_paths(kept, paths=[]) == kept | {"source": "ptb:ptb.txt"}
-    assert hide_paths([{"x": "my/data.txt, wrapped"}], paths=["my/data.txt"]) == [{"x": "data.txt, wrapped"}]
+    assert hide_paths([{"x": "my/data.txt, wrapped"}], paths=["my/data.txt"]) == [
+        {"x": "data.txt, wrapped"}
+    ]
     lm = load(trained(), device="cpu")
     two = [copy.copy(lm), copy.copy(lm)]
     two[0].name, two[1].name = "/x/one/run", "/x/two/run"
-    assert [each.name for each in name_models(two)] == ["x-one-run", "x-two-run"] and lm.name == trained()
+    assert [each.name for each in name_models(two)] == [
+        "x-one-run",
+        "x-two-run",
+    ] and lm.name == trained()
 
 
 @with_matplotlib
@@ -131,16 +151,29 @@ def test_no_text_becomes_markup(tmp_path: Path) -> None:
     """Wherever a text comes from: samples, names, titles, notes, warnings, commands."""
 
     def write(text: str) -> tuple[str, str]:
-        table = Table([Column(text, is_text=True), Column("x")], [[text, 1.0], [text, None]], title=text, notes=[text])
+        table = Table(
+            [Column(text, is_text=True), Column("x")],
+            [[text, 1.0], [text, None]],
+            title=text,
+            notes=[text],
+        )
         section = Section("code", TITLES["code"], text, tables=[table], warnings=[text])
-        content = {"title": text, "models": table, "summary": table, "origin": {text: text}, "command": text}
+        content = {
+            "title": text,
+            "models": table,
+            "summary": table,
+            "origin": {text: text},
+            "command": text,
+        }
         paths = write_pages(content | {"sections": [section]}, {"license": "mit"}, tmp_path)
         return paths[0].read_text("utf-8"), paths[1].read_text("utf-8")
 
     (page, text), (clean, plain) = write(EVIL), write("plain")
     assert Reader(page).tags == Reader(clean).tags and not {"script", "b"} & set(Reader(page).tags)
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", page + text)
-    outside = re.sub(r"^(`{3,})text\n.*?\n\1$", "", text.split("---\n", 2)[2], flags=re.MULTILINE | re.DOTALL)
+    outside = re.sub(
+        r"^(`{3,})text\n.*?\n\1$", "", text.split("---\n", 2)[2], flags=re.MULTILINE | re.DOTALL
+    )
     assert "<" not in outside and "](javascript" not in outside.replace("\\]", "")
     rows = [line for line in outside.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {3}
@@ -155,7 +188,9 @@ def test_the_hub_reads_the_front_matter() -> None:
     card = ModelCard((out / "report.md").read_text("utf-8")).data
     assert card.license == "unknown" and card.language == ["en"] and card.library_name == "adlm"
     assert "diffusion" in card.tags and card.pipeline_tag == "text-generation"
-    results = {(each.metric_name, each.dataset_name, each.metric_value) for each in card.eval_results}
+    results = {
+        (each.metric_name, each.dataset_name, each.metric_value) for each in card.eval_results
+    }
     assert results == {(each["name"], each["data"], each["value"]) for each in result["metrics"]}
     assert {each.metric_type for each in card.eval_results} == {"perplexity", "bits_per_byte"}
 
@@ -174,19 +209,65 @@ def test_one_command_measures_everything_and_the_batch_changes_nothing(tmp_path:
     needs("transformers", "mauve")
     text, out, sets = tmp_path / "prose.txt", tmp_path / "report", write_sets(tmp_path / "sets")
     text.write_text("\n<|endoftext|>\n".join(documents()[:60]), "utf-8")
-    words = (trained(), trained("ar"), "--data", text, "--judge", causal_folder(), "--code", "--batch", 1)
-    words = (*words, "--n", 4, "--length", 16, "--steps", "4,8", "--samplers", "ancestral", "--limit", 8)
-    data = answer_json("eval", "report", *words, "--zeroshot-dir", sets, "--out", out, "--device", "cpu")
-    reasons = {section["name"]: section["reason"] for section in data["sections"] if section["reason"]}
-    assert set(reasons) <= {"code"} and "functions" in reasons.get("code", "functions")  # the model's rows are short
-    assert {each["type"] for each in data["metrics"]} == {"perplexity", "bits_per_byte", "gen_ppl", "mauve", "entropy"}
+    words = (
+        trained(),
+        trained("ar"),
+        "--data",
+        text,
+        "--judge",
+        causal_folder(),
+        "--code",
+        "--batch",
+        1,
+    )
+    words = (
+        *words,
+        "--n",
+        4,
+        "--length",
+        16,
+        "--steps",
+        "4,8",
+        "--samplers",
+        "ancestral",
+        "--limit",
+        8,
+    )
+    data = answer_json(
+        "eval", "report", *words, "--zeroshot-dir", sets, "--out", out, "--device", "cpu"
+    )
+    reasons = {
+        section["name"]: section["reason"] for section in data["sections"] if section["reason"]
+    }
+    assert set(reasons) <= {"code"} and "functions" in reasons.get(
+        "code", "functions"
+    )  # the model's rows are short
+    assert {each["type"] for each in data["metrics"]} == {
+        "perplexity",
+        "bits_per_byte",
+        "gen_ppl",
+        "mauve",
+        "entropy",
+    }
     assert set(data["files"]) >= {"report.html", "report.md", "frontier.svg"}
     for name in FILES:
         assert str(tmp_path) not in (out / name).read_text("utf-8")
     lms, other = [load(trained(name), device="cpu") for name in ("adlm", "ar")], tmp_path / "other"
-    size: dict[str, Any] = {"n": 4, "length": 16, "steps": [4, 8], "samplers": ["ancestral"], "limit": 8, "batch": 3}
+    size: dict[str, Any] = {
+        "n": 4,
+        "length": 16,
+        "steps": [4, 8],
+        "samplers": ["ancestral"],
+        "limit": 8,
+        "batch": 3,
+    }
     again = report(lms, text, scorer=causal(), zeroshot_dir=sets, code=True, **size, out=other)
-    one, two = (list_leaves(drop_times(each["sections"])) for each in (data, json.loads(json.dumps(again.metrics))))
+    one, two = (
+        list_leaves(drop_times(each["sections"]))
+        for each in (data, json.loads(json.dumps(again.metrics)))
+    )
     assert len(one) == len(two) > 1000
     for value, expected in zip(one, two, strict=True):
-        assert value == (pytest.approx(expected, rel=1e-5, abs=1e-6) if isinstance(expected, float) else expected)
+        assert value == (
+            pytest.approx(expected, rel=1e-5, abs=1e-6) if isinstance(expected, float) else expected
+        )

@@ -40,10 +40,14 @@ def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "sandbox":
         require_sandbox()
 
-    def run_body(body: str, limits: Limits = SHORT, *, test: str = TEST, before: str = "") -> dict[str, Any]:
+    def run_body(
+        body: str, limits: Limits = SHORT, *, test: str = TEST, before: str = ""
+    ) -> dict[str, Any]:
         lines = "".join(f"    {line}\n" for line in body.splitlines())
         program = f"{before}\ndef total(numbers):\n{lines}"
-        return run_program(program, REFERENCE, test, "total", limits, unsafe=request.param == "unsafe")
+        return run_program(
+            program, REFERENCE, test, "total", limits, unsafe=request.param == "unsafe"
+        )
 
     return run_body
 
@@ -79,7 +83,8 @@ ALWAYS_EQUAL = "class Equal(int):\n    def __eq__(self, other): return True\n   
 WRITE = "for end in range(64):\n  try: os.write(end, text)\n  except OSError: pass\n"
 VERDICT = 'import os\ntext = b\'["passed", ""]\\n\'\n'
 REPLY = (
-    "import os, json\ntext = json.dumps(['returned', ['tuple', [3, ['tuple', [['list', []]]]]]]).encode() + b'\\n'\n"
+    "import os, json\n"
+    "text = json.dumps(['returned', ['tuple', [3, ['tuple', [['list', []]]]]]]).encode() + b'\\n'\n"
 )
 FIND = """
 import gc, sys
@@ -119,7 +124,9 @@ def test_a_forged_pass_does_not_pass(run: Run, before: str, body: str) -> None:
 
 def test_the_candidate_never_holds_the_test(run: Run) -> None:
     test = "EXPECTED = 'zqxjvk'\ndef check(total):\n    raise ValueError(total([4]))"
-    result = run("return find('kvjxqz'), find('srebmun')", before=FIND, test=test)  # not the value, but its own program
+    result = run(
+        "return find('kvjxqz'), find('srebmun')", before=FIND, test=test
+    )  # not the value, but its own program
     hidden, own = eval(result["reason"].removeprefix("test: ValueError: "))
     assert hidden == 0 < own
 
@@ -128,8 +135,18 @@ def test_the_candidate_never_holds_the_test(run: Run) -> None:
     ("body", "test", "status", "reason"),
     [
         ("numbers.sort()", "x = [3, 1]; f(x); assert x == [1, 3]", "passed", ""),
-        ("return sum(numbers)", "try: f(1)\n  except TypeError: return\n  assert False", "passed", ""),
-        ("return 1", "try: f(1)\n  except TypeError: return\n  assert False", "failed", "AssertionError"),
+        (
+            "return sum(numbers)",
+            "try: f(1)\n  except TypeError: return\n  assert False",
+            "passed",
+            "",
+        ),
+        (
+            "return 1",
+            "try: f(1)\n  except TypeError: return\n  assert False",
+            "failed",
+            "AssertionError",
+        ),
         ("return 1", "assert double(f([0])) == 2", "passed", ""),
         ("return numbers(1)", "f(lambda x: x)", "unsupported", "of type function"),
         ("return 1", "oops oops", "unsupported", "problem's own program or test"),
@@ -143,7 +160,20 @@ def test_what_a_test_may_rely_on(run: Run, body: str, test: str, status: str, re
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 7, 0.5, float("inf"), "é\ud800", b"x", bytearray(b"x"), 1j, (1, [2]), {1: {2}}, frozenset({(1,)})],
+    [
+        None,
+        True,
+        7,
+        0.5,
+        float("inf"),
+        "é\ud800",
+        b"x",
+        bytearray(b"x"),
+        1j,
+        (1, [2]),
+        {1: {2}},
+        frozenset({(1,)}),
+    ],
 )
 def test_a_value_arrives_as_it_was(value: object) -> None:
     again = decode(json.loads(json.dumps(encode(value))))
@@ -167,12 +197,20 @@ def test_limits_that_make_no_sense() -> None:
 
 @pytest.mark.parametrize(
     ("cause", "message"),
-    [("no bwrap", "bwrap"), ("bwrap fails", "No permissions"), ("home in prefix", "holds the home folder")],
+    [
+        ("no bwrap", "bwrap"),
+        ("bwrap fails", "No permissions"),
+        ("home in prefix", "holds the home folder"),
+    ],
 )
-def test_a_probe_gives_the_reason(cause: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_probe_gives_the_reason(
+    cause: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     find_sandbox_problem.cache_clear()
     if cause == "bwrap fails":
-        (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+        (tmp_path / "bwrap").write_text(
+            "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+        )
         (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)  # without setpriv and unshare
     monkeypatch.setattr(sandbox, "SEARCH_PATH", str(tmp_path))
@@ -198,7 +236,10 @@ for name, program in json.load(sys.stdin).items():
 
 def run_attacks(folder: Path, user: int, python: str) -> dict[str, str]:
     """The reports of all attacks when `user` starts the sandbox."""
-    for path in (folder, *folder.parents):  # pytest's folders of root: let the other user pass through
+    for path in (
+        folder,
+        *folder.parents,
+    ):  # pytest's folders of root: let the other user pass through
         if path.stat().st_uid == os.geteuid():
             path.chmod(path.stat().st_mode | 0o011)
     secret, copy, name = folder / "secret", folder / "copy.py", f"adlm-attack-{user}-{os.getpid()}"
@@ -217,12 +258,22 @@ def run_attacks(folder: Path, user: int, python: str) -> dict[str, str]:
     ):
         local.bind("\0" + name)
         local.listen()
-        place = {"secret": str(secret), "pid": bystander.pid, "port": server.getsockname()[1], "name": name}
-        calls = {each.__name__: f"def attack(): return {each.__name__}({place!r})" for each in attacks.ATTACKS}
+        place = {
+            "secret": str(secret),
+            "pid": bystander.pid,
+            "port": server.getsockname()[1],
+            "name": name,
+        }
+        calls = {
+            each.__name__: f"def attack(): return {each.__name__}({place!r})"
+            for each in attacks.ATTACKS
+        }
         programs = json.dumps({key: f"{source}\n{call}" for key, call in calls.items()}).encode()
         home = {"HOME": str(folder), "PATH": os.defpath}
         command = [python, "-c", SCRIPT, str(copy)]
-        done = subprocess.run(command, input=programs, capture_output=True, env=home, cwd="/", timeout=300, **other)
+        done = subprocess.run(
+            command, input=programs, capture_output=True, env=home, cwd="/", timeout=300, **other
+        )
         assert bystander.poll() is None
         bystander.kill()
     assert done.returncode == 0, done.stderr.decode()
@@ -231,7 +282,9 @@ def run_attacks(folder: Path, user: int, python: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module", params=["root", "ordinary user"])
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     require_sandbox()
     folder, is_root = tmp_path_factory.mktemp("attacks"), os.geteuid() == 0
     if request.param == "root" and not is_root:
@@ -240,7 +293,9 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return run_attacks(folder, os.geteuid(), sys.executable)
     command = [SYSTEM_PYTHON, "-c", "import sys; print(sys.version_info >= (3, 11))"]
     if not Path(SYSTEM_PYTHON).exists() or subprocess.check_output(command).strip() != b"True":
-        pytest.skip(f"{SYSTEM_PYTHON} is not Python 3.11 or later: no interpreter that another user may run")
+        pytest.skip(
+            f"{SYSTEM_PYTHON} is not Python 3.11 or later: no interpreter that another user may run"
+        )
     return run_attacks(folder, ORDINARY_USER, SYSTEM_PYTHON)
 
 
@@ -255,16 +310,25 @@ def test_without_a_sandbox_an_attack_works(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden", "utf-8")
     place = {"secret": str(secret), "pid": os.getpid()}
-    program = f"{Path(attacks.__file__).read_text('utf-8')}\ndef attack(): return read_file({place!r})"
+    program = (
+        f"{Path(attacks.__file__).read_text('utf-8')}\ndef attack(): return read_file({place!r})"
+    )
     test = "def check(attack): raise ValueError(attack())"
-    assert run_program(program, "attack = None", test, "attack", SHORT, unsafe=True)["reason"] == "test: ValueError: 3"
+    assert (
+        run_program(program, "attack = None", test, "attack", SHORT, unsafe=True)["reason"]
+        == "test: ValueError: 3"
+    )
 
 
-@pytest.mark.parametrize("body", ["while True: pass", "import os\nos.closerange(0, 64)\nwhile True: pass", "return 3"])
+@pytest.mark.parametrize(
+    "body", ["while True: pass", "import os\nos.closerange(0, 64)\nwhile True: pass", "return 3"]
+)
 def test_no_process_is_left(run: Run, body: str) -> None:
     run(body, Limits(seconds=0.4))
     end = time.monotonic() + 2
-    while (left := find_processes("sandboxed interpreters run its source")) and time.monotonic() < end:
+    while (
+        left := find_processes("sandboxed interpreters run its source")
+    ) and time.monotonic() < end:
         time.sleep(0.02)
     assert left == []
 

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from adlm.evaluate import scorer as scorers
 from adlm.evaluate.cache import Cache, open_cache
-from adlm.evaluate.scorer import ScoringModel, ScoringRequest, TextScores, find_scorer, score_texts, split_windows
+from adlm.evaluate.scorer import (
+    ScoringModel,
+    ScoringRequest,
+    TextScores,
+    find_scorer,
+    score_texts,
+    split_windows,
+)
 from adlm.training.distributed import DistributedContext
 from tests.evaluate.scorers import END, causal, causal_folder, documents, encoder, needs
 
@@ -36,7 +43,9 @@ def test_a_folder_loads_in_float32(tmp_path: Path) -> None:
     assert [settings[name] for name in names] == ["causal LM", "float32", [END], END]
     assert len(settings["weights_sha256"]) == 64 and json.loads(json.dumps(settings)) == settings
     shutil.copytree(causal_folder(), tmp_path / "half")
-    GPT2LMHeadModel.from_pretrained(causal_folder()).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    GPT2LMHeadModel.from_pretrained(causal_folder()).to(torch.bfloat16).save_pretrained(
+        tmp_path / "half"
+    )
     half = scorers.load_scorer(tmp_path / "half")
     assert {each.dtype for each in half.model.parameters()} == {torch.float32}
     assert half.settings["weights_sha256"] != settings["weights_sha256"]
@@ -89,7 +98,9 @@ def test_models_that_cannot_score_are_refused(tmp_path: Path) -> None:
             scorers.load_scorer(tmp_path / name)
 
 
-def test_names_are_looked_for_as_paths_packages_and_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_looked_for_as_paths_packages_and_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_scorer(causal_folder()).kind == "folder"
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     assert find_scorer(tmp_path / "some.gguf") == find_scorer(str(tmp_path))
@@ -107,7 +118,9 @@ def test_names_are_looked_for_as_paths_packages_and_on_the_hub(tmp_path: Path, m
         with pytest.raises(ValueError, match=message):
             find_scorer(name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"'nobody/nothing' is no folder, file or installed package.*Hub"):
+    with pytest.raises(
+        ValueError, match=r"'nobody/nothing' is no folder, file or installed package.*Hub"
+    ):
         scorers.load_scorer("nobody/nothing")
 
 
@@ -120,7 +133,9 @@ def test_packages_are_found_by_their_files() -> None:
 def test_an_encoder_is_one_by_its_weights_or_its_kind() -> None:
     from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
 
-    bert_lm, masked_bert = (BertConfig(architectures=[name]) for name in ("BertLMHeadModel", "BertForMaskedLM"))
+    bert_lm, masked_bert = (
+        BertConfig(architectures=[name]) for name in ("BertLMHeadModel", "BertForMaskedLM")
+    )
     assert all(map(scorers.is_causal_lm, (GPT2Config(), LlamaConfig(), bert_lm)))
     assert not any(map(scorers.is_causal_lm, (BertConfig(), ViTConfig(), masked_bert)))
 
@@ -135,7 +150,9 @@ def test_the_identity_follows_weights_and_configuration_not_the_folder(tmp_path:
     tensors["transformer.ln_f.weight"] = tensors["transformer.ln_f.weight"] * 2
     save_file(tensors, copies[1] / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((copies[2] / "config.json").read_text("utf-8"))
-    (copies[2] / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}), "utf-8")
+    (copies[2] / "config.json").write_text(
+        json.dumps(config | {"layer_norm_epsilon": 1e-3}), "utf-8"
+    )
     loaded = [scorers.load_scorer(folder) for folder in copies]
     assert loaded[0].identity == causal().identity and len({each.identity for each in loaded}) == 3
     # Without files on this machine it follows the values.
@@ -150,7 +167,10 @@ LENGTHS = [5, 40, 12, 33, 60, 7, 21]
 
 
 def texts(scorer: ScoringModel, lengths: list[int]) -> list[scorers.TokenizedText]:
-    return [scorer.encode([document[:400]])[0].truncate(length) for document, length in zip(documents(), lengths)]
+    return [
+        scorer.encode([document[:400]])[0].truncate(length)
+        for document, length in zip(documents(), lengths)
+    ]
 
 
 def request(scorer: ScoringModel | None = None, **changes) -> ScoringRequest:
@@ -159,7 +179,9 @@ def request(scorer: ScoringModel | None = None, **changes) -> ScoringRequest:
     return ScoringRequest(scorer, texts(scorer, LENGTHS), **settings)
 
 
-def score(scorer: ScoringModel, given: list[scorers.TokenizedText], *, batch: int = 32, **settings) -> TextScores:
+def score(
+    scorer: ScoringModel, given: list[scorers.TokenizedText], *, batch: int = 32, **settings
+) -> TextScores:
     return score_texts([ScoringRequest(scorer, given, **settings)], batch=batch)[0]
 
 
@@ -196,10 +218,14 @@ def test_padding_and_batches_change_nothing(bos: bool, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_features_alone_are_those_with_nats_and_an_encoders_the_mean_over_tokens(batch: int) -> None:
+def test_features_alone_are_those_with_nats_and_an_encoders_the_mean_over_tokens(
+    batch: int,
+) -> None:
     """Without nats the head is not applied."""
     both = score(causal(), texts(causal(), [9, 30, 21]), with_features=True, batch=batch)
-    only = score(causal(), texts(causal(), [9, 30, 21]), with_nats=False, with_features=True, batch=batch)
+    only = score(
+        causal(), texts(causal(), [9, 30, 21]), with_nats=False, with_features=True, batch=batch
+    )
     assert only.nats == [] and only.features == pytest.approx(both.features, abs=1e-5)
     given = texts(encoder(), [5, 46, 12, 33, 7])
     found = score(encoder(), given, with_nats=False, with_features=True, batch=batch).features
@@ -249,7 +275,9 @@ def test_an_encoder_counts_every_token_of_a_long_text_once() -> None:
 def test_an_apple_gpu_scores_the_batches_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[tuple[str, list[int]]] = []
 
-    def run(scorer: ScoringModel, rows: list[list[int]], *args: bool) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        scorer: ScoringModel, rows: list[list[int]], *args: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         batches.append((scorer.model.device.type, [len(row) for row in rows]))
         width = max(map(len, rows))
         return np.zeros((len(rows), width - 1)), np.zeros((len(rows), width, 2))
@@ -267,7 +295,11 @@ def test_errors_name_value_and_remedy() -> None:
     scorer = causal()
     long = scorer.encode([documents()[0][:500]])
     for wrong, settings, message in [
-        ([*texts(scorer, [5]), *long], {}, r"1 of 2 texts are longer than the 63 tokens .*\(text 1 has .*window"),
+        (
+            [*texts(scorer, [5]), *long],
+            {},
+            r"1 of 2 texts are longer than the 63 tokens .*\(text 1 has .*window",
+        ),
         (long, {"window": 64}, "window=64: give 2 to 63 tokens"),
         (scorer.encode(["a", ""]), {}, r"1 of 2 texts are empty \(text 1 first"),
         (long, {"batch": 0}, "batch must be a whole number from 1 on, got 0"),
@@ -279,7 +311,9 @@ def test_errors_name_value_and_remedy() -> None:
 
 
 @pytest.mark.parametrize(("with_nats", "name"), [(True, "nats"), (False, "features")])
-def test_scores_that_are_not_finite_raise(monkeypatch: pytest.MonkeyPatch, with_nats: bool, name: str) -> None:
+def test_scores_that_are_not_finite_raise(
+    monkeypatch: pytest.MonkeyPatch, with_nats: bool, name: str
+) -> None:
     weight = causal().model.transformer.ln_f.weight
     monkeypatch.setattr(weight, "data", torch.full_like(weight, torch.nan))
     with pytest.raises(FloatingPointError, match=rf"{name} by .* are not finite"):
@@ -289,7 +323,9 @@ def test_scores_that_are_not_finite_raise(monkeypatch: pytest.MonkeyPatch, with_
 # The cache.
 
 
-@pytest.mark.parametrize(("bos", "changes"), [(True, {}), (False, {"with_features": False}), (True, {"window": 16})])
+@pytest.mark.parametrize(
+    ("bos", "changes"), [(True, {}), (False, {"with_features": False}), (True, {"window": 16})]
+)
 def test_cached_texts_are_not_scored_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bos: bool, changes: dict[str, Any]
 ) -> None:
@@ -298,7 +334,9 @@ def test_cached_texts_are_not_scored_again(
     assert_equal(score_texts([whole], batch=3)[0], computed)
     monkeypatch.setattr(scorers, "run_scorer", lambda *_: pytest.fail("a text was scored again"))
     assert_equal(score_texts([whole], cache=open_cache(tmp_path))[0], computed)
-    part = score_texts([replace(whole, texts=whole.texts[2:5][::-1])], cache=open_cache(tmp_path))[0]
+    part = score_texts([replace(whole, texts=whole.texts[2:5][::-1])], cache=open_cache(tmp_path))[
+        0
+    ]
     features = None if computed.features is None else computed.features[2:5][::-1]
     assert_equal(part, TextScores(computed.nats[2:5][::-1], features))
 
@@ -308,7 +346,9 @@ def test_ranks_and_batches_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, size: int
 ) -> None:
     requests = [request(), request(with_nats=False), request(encoder(), window=20)]
-    monkeypatch.setattr(Cache, "sync", lambda *_: None)  # no rank waits for the others in this process
+    monkeypatch.setattr(
+        Cache, "sync", lambda *_: None
+    )  # no rank waits for the others in this process
     for rank in range(size):
         context = DistributedContext(torch.device("cpu"), rank, size)
         with suppress(TypeError):  # the scores of the other ranks are not there yet
@@ -316,7 +356,9 @@ def test_ranks_and_batches_change_nothing(
     monkeypatch.undo()
     resumed = open_cache(tmp_path)
     count = len(resumed.entries)
-    for mine, whole in zip(score_texts(requests, cache=resumed), score_texts(requests), strict=True):
+    for mine, whole in zip(
+        score_texts(requests, cache=resumed), score_texts(requests), strict=True
+    ):
         assert_equal(mine, whole, abs=1e-5)
     assert len(resumed.entries) == count == 3 * len(LENGTHS)
 
@@ -351,7 +393,10 @@ def test_a_resumed_run_rounds_like_any_other(tmp_path: Path) -> None:
 
 def test_the_key_covers_everything_a_score_follows_from() -> None:
     first = request()
-    others = [replace(first, **changes) for changes in ({"window": 16}, {"with_nats": False}, {"with_features": False})]
+    others = [
+        replace(first, **changes)
+        for changes in ({"window": 16}, {"with_nats": False}, {"with_features": False})
+    ]
     others.append(replace(first, texts=[text.truncate(len(text) - 1) for text in first.texts]))
     others += [request(causal(bos=False)), request(causal(positions=256))]
     keys = [key for each in (first, *others) for key in each.keys]

@@ -41,7 +41,9 @@ def test_intervals_within_short_runs_contain_the_truth(size: int, r: float) -> N
     for _ in range(300):
         x = rng.normal(size=12)
         y = r * x + math.sqrt(1 - r * r) * rng.normal(size=12)
-        moved = np.repeat(rng.normal(size=12 // size), size)  # what a run has more than others does not matter
+        moved = np.repeat(
+            rng.normal(size=12 // size), size
+        )  # what a run has more than others does not matter
         found.append(correlate(x, y, groups, 12 - len(groups) + 1))
         assert correlate(x + moved, y - moved, groups, 12 - len(groups) + 1) == found[-1]
     truth = np.mean([rho for rho, _, _ in found])

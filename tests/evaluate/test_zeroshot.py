@@ -11,7 +11,15 @@ from adlm.data.corpora import CORPORA
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.data import EvalDataset, load_eval_data
-from adlm.evaluate.ppl import PAPER, SETS, SPLIT, compare_with_paper, find_set, locate_set, zero_shot
+from adlm.evaluate.ppl import (
+    PAPER,
+    SETS,
+    SPLIT,
+    compare_with_paper,
+    find_set,
+    locate_set,
+    zero_shot,
+)
 from adlm.likelihood import estimate_nll
 from tests.data.test_corpora import hub, write_parquet  # noqa: F401
 from tests.data.test_packing import wrap_rows
@@ -36,21 +44,33 @@ WIKI = {
 }
 # Files of each set, with sentences of our own; only WikiText's are real (see tests/data/fixtures).
 FILES: dict[str, dict[str, str]] = {
-    "lambada": {"lambada_test.jsonl": jsonl(text="“Is it {n}?” she asked. He did not know , and went home")},
+    "lambada": {
+        "lambada_test.jsonl": jsonl(text="“Is it {n}?” she asked. He did not know , and went home")
+    },
     "ptb": {
-        "ptb.valid.txt": " the board did n't say how many <unk> were sold \n its shares rose N N to $ N a share \n" * 8,
+        "ptb.valid.txt": " the board did n't say how many <unk> were sold \n its shares rose N N to $ N a share \n"
+        * 8,
         "ptb.test.txt": " this is the other split \n" * 30,
     },
     "wikitext2": WIKI,
     "wikitext103": WIKI,
     "lm1b": {
-        "news.en.heldout-00000-of-00050": 'The cat \'s asleep , they say .\n" Why not ? " he asked ( again ) .\n' * 8
+        "news.en.heldout-00000-of-00050": 'The cat \'s asleep , they say .\n" Why not ? " he asked ( again ) .\n'
+        * 8
     },
     "ag_news": {
-        "test.csv": "".join(f'"{n % 4 + 1}","Title {n}","A ""short"" report , of ours."\r\n' for n in range(12))
+        "test.csv": "".join(
+            f'"{n % 4 + 1}","Title {n}","A ""short"" report , of ours."\r\n' for n in range(12)
+        )
     },
-    "pubmed": {"valid.jsonl": jsonl(title="T", abstract="we looked at {n} cells , and found them ( all ) .")},
-    "arxiv": {"valid.jsonl": jsonl(article="we prove lemma {n} . it follows .\n", abstract="not this")},
+    "pubmed": {
+        "valid.jsonl": jsonl(
+            title="T", abstract="we looked at {n} cells , and found them ( all ) ."
+        )
+    },
+    "arxiv": {
+        "valid.jsonl": jsonl(article="we prove lemma {n} . it follows .\n", abstract="not this")
+    },
 }
 # What the first documents become, by the lineage's clean-up.
 BEGINNINGS = {
@@ -87,11 +107,15 @@ def test_the_table_names_corpora_and_the_papers_numbers() -> None:
 def test_a_folder_of_sets(tmp_path: Path) -> None:
     write_sets(tmp_path)
     assert locate_set("ptb", data_dir=tmp_path) == f"ptb:{tmp_path / 'ptb'}"
-    assert locate_set("pubmed", data_dir=tmp_path) == f"scientific_papers_pubmed:{tmp_path / 'pubmed'}"
+    assert (
+        locate_set("pubmed", data_dir=tmp_path) == f"scientific_papers_pubmed:{tmp_path / 'pubmed'}"
+    )
     (tmp_path / "wikitext2").rename(tmp_path / "wikitext-2")
     assert locate_set("wikitext2", data_dir=tmp_path) == f"wikitext2:{tmp_path / 'wikitext-2'}"
     (tmp_path / "lambada").rename(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError, match=r"not in .*put its files into a folder 'lambada' there"):
+    with pytest.raises(
+        FileNotFoundError, match=r"not in .*put its files into a folder 'lambada' there"
+    ):
         locate_set("lambada", data_dir=tmp_path)
 
 
@@ -102,7 +126,9 @@ def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
     write_parquet(repo / "validation/0000.parquet", [{"sentence": each} for each in sentences])
     assert locate_set("ptb") == "ptb"
     reading = load_set("ptb", tokenizer("bytes"), 24)
-    text = "".join(chr(token) for row in reading.rows.fetch([0, 1])[0].tolist() for token in row if token < 256)
+    text = "".join(
+        chr(token) for row in reading.rows.fetch([0, 1])[0].tolist() for token in row if token < 256
+    )
     assert text.startswith("it isn't sono ? was found")
     assert reading.settings["identity"]["kind"] == "hub" and reading.settings["split"] == "valid"
     with pytest.raises(FileNotFoundError, match=r"lambada: .*from the Hub failed.*give --data-dir"):
@@ -114,7 +140,9 @@ def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None
     root, words = write_sets(tmp_path), tokenizer("gpt2")
     reading = load_set(locate_set(name, data_dir=root), words, 32)
     rows, lengths = reading.rows.fetch(torch.arange(len(reading.rows)))
-    assert lengths is None and set(rows[:, 0].tolist()) == {words.bos_id} == set(rows[:, -1].tolist())
+    assert lengths is None and set(rows[:, 0].tolist()) == {words.bos_id} == set(
+        rows[:, -1].tolist()
+    )
     first = words.encode(BEGINNINGS[name])[:30]
     assert rows[0, 1 : 1 + len(first)].tolist() == first
     if len(first) < 30:
@@ -142,7 +170,10 @@ PAPERS: dict[str, Any] = {
             {"tokenizer": "my", "tokenizer_sha256": "0"},
             ["tokenizer my, not gpt2: perplexities per token do not compare"],
         ),
-        ({"unk_marks": 1234}, ["1,234 <unk> marks in the text, where the lineage reads the raw form"]),
+        (
+            {"unk_marks": 1234},
+            ["1,234 <unk> marks in the text, where the lineage reads the raw form"],
+        ),
         ({"length": 128}, ["rows of 128 tokens, not 1024"]),
         ({"rows": "documents"}, ["rows documents, not wrapped"]),
         ({"limit": 80, "documents_dropped": None}, ["only the first 80 rows"]),
@@ -170,11 +201,18 @@ def test_an_entry_is_the_estimate_with_the_papers_numbers(tmp_path: Path) -> Non
     assert ptb["set"] == "ptb" and ptb["rows_hash"] == data.rows_hash and ptb["model"] == "small"
     assert ptb["paper"] == {"ADLM": 95.37, "MDLM": 95.26, "AR": 82.05} and not ptb["is_comparable"]
     assert ptb["deviations"] == compare_with_paper("ptb", data.settings)["deviations"]
-    assert pubmed["paper"] is None and pubmed["label"] == "stand-in: abstracts, in place of full articles"
+    assert (
+        pubmed["paper"] is None
+        and pubmed["label"] == "stand-in: abstracts, in place of full articles"
+    )
     assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
 
 
 def test_workers_and_a_resumed_run_change_nothing(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"data_dir": write_sets(tmp_path / "sets"), "out": tmp_path / "out", "sets": ["arxiv"]}
+    options: dict[str, Any] = {
+        "data_dir": write_sets(tmp_path / "sets"),
+        "out": tmp_path / "out",
+        "sets": ["arxiv"],
+    }
     (line,) = zero_shot(small(), **options)["sets"]
     assert zero_shot(small(), **options, workers=2)["sets"] == [line]

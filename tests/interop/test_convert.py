@@ -48,7 +48,9 @@ class LineageStage(nn.Module):
         super().__init__()
         self.vocab_embed = embed
         if not is_causal:
-            self.sigma_map = Modulated(mlp=nn.Sequential(nn.Linear(256, COND), nn.SiLU(), nn.Linear(COND, COND)))
+            self.sigma_map = Modulated(
+                mlp=nn.Sequential(nn.Linear(256, COND), nn.SiLU(), nn.Linear(COND, COND))
+            )
         self.rotary_emb = nn.Module()
         self.rotary_emb.register_buffer("inv_freq", torch.empty(DIM // HEADS // 2))
         rate: dict[str, Any] = {} if is_causal else {"adaLN_modulation": (6 * DIM, COND, 1)}
@@ -90,9 +92,23 @@ class Lineage(nn.Module):
 
 
 def lineage_config(kind: str, **changes: Any) -> dict[str, Any]:
-    shape = {"hidden_size": DIM, "n_heads": HEADS, "n_blocks": 4, "length": 16, "cond_dim": COND, "dropout": 0.0}
-    config = {"parameterization": "ar" if kind == "ar" else "subs", "time_conditioning": False, "model": shape}
-    config |= {"data": {"wrap": True}, "loader": {"batch_size": "${div_up:${loader.global_batch_size}, 8}"}}
+    shape = {
+        "hidden_size": DIM,
+        "n_heads": HEADS,
+        "n_blocks": 4,
+        "length": 16,
+        "cond_dim": COND,
+        "dropout": 0.0,
+    }
+    config = {
+        "parameterization": "ar" if kind == "ar" else "subs",
+        "time_conditioning": False,
+        "model": shape,
+    }
+    config |= {
+        "data": {"wrap": True},
+        "loader": {"batch_size": "${div_up:${loader.global_batch_size}, 8}"},
+    }
     for name, value in changes.items():
         group, _, key = name.rpartition("__")
         (config[group] if group else config)[key] = value
@@ -104,13 +120,22 @@ def make_checkpoint(kind: str, *, is_ema: bool = True, **changes: Any) -> dict[s
     lineage = Lineage(kind)
     lineage.load_state_dict(weights(kind), strict=True)
     state = lineage.state_dict()
-    checkpoint: dict[str, Any] = {"epoch": 1, "global_step": 7, "pytorch-lightning_version": "2.2.1", "callbacks": {}}
+    checkpoint: dict[str, Any] = {
+        "epoch": 1,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.2.1",
+        "callbacks": {},
+    }
     if is_ema:
         shadow = [parameter.detach().clone() for parameter in lineage.parameters()]
         checkpoint["ema"] = {"decay": 0.9999, "num_updates": 7, "shadow_params": shadow}
         state = {name: value if "inv_freq" in name else value * 2 for name, value in state.items()}
     hyper = {"config": OmegaConf.create(lineage_config(kind, **changes))}
-    return checkpoint | {"state_dict": state, "hyper_parameters": hyper, "optimizer_states": [{"state": {}}]}
+    return checkpoint | {
+        "state_dict": state,
+        "hyper_parameters": hyper,
+        "optimizer_states": [{"state": {}}],
+    }
 
 
 def save_checkpoint(path: Path, kind: str = "adlm", **options: Any) -> Path:
@@ -120,12 +145,16 @@ def save_checkpoint(path: Path, kind: str = "adlm", **options: Any) -> Path:
 
 def assert_golden(folder: Path, kind: str, time_conditioning: bool = False) -> None:
     """The model of a folder gives the authors' log-probabilities."""
-    golden = arrays("ar_gpt2like" if kind == "ar" else f"forward_{kind}_gpt2like_tc{int(time_conditioning)}")
+    golden = arrays(
+        "ar_gpt2like" if kind == "ar" else f"forward_{kind}_gpt2like_tc{int(time_conditioning)}"
+    )
     inputs = (golden["input_tokens"],) if kind == "ar" else (golden["xt"], golden["sigma"])
     with torch.no_grad():
         _, log_probs = load_model(folder).model.log_probs(*inputs)
     possible = golden["log_probs"] > POSSIBLE
-    torch.testing.assert_close(log_probs[possible], golden["log_probs"][possible], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        log_probs[possible], golden["log_probs"][possible], atol=1e-4, rtol=0
+    )
 
 
 def make_tokenizer(folder: Path) -> str:
@@ -139,16 +168,25 @@ def make_tokenizer(folder: Path) -> str:
 
 @pytest.mark.parametrize("is_ema", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "time_conditioning"), [("adlm", False), ("adlm", True), ("mdlm", False), ("mdlm", True), ("ar", False)]
+    ("kind", "time_conditioning"),
+    [("adlm", False), ("adlm", True), ("mdlm", False), ("mdlm", True), ("ar", False)],
 )
 def test_a_converted_checkpoint_gives_the_golden_log_probs(
     tmp_path: Path, kind: str, is_ema: bool, time_conditioning: bool
 ) -> None:
-    path = save_checkpoint(tmp_path / "last.ckpt", kind, is_ema=is_ema, time_conditioning=time_conditioning)
+    path = save_checkpoint(
+        tmp_path / "last.ckpt", kind, is_ema=is_ema, time_conditioning=time_conditioning
+    )
     summary = answer_json("convert", path, "--out", tmp_path / "model")
-    assert summary["method"] == kind and summary["weights"] == ("ema" if is_ema else "raw") and summary["step"] == 7
+    assert (
+        summary["method"] == kind
+        and summary["weights"] == ("ema" if is_ema else "raw")
+        and summary["step"] == 7
+    )
     assert summary["length"] == 16 and summary["time_conditioning"] is time_conditioning
-    assert summary["layers"] == ([4, 2] if kind == "adlm" else [0, 4]) and summary["tokenizer"] is None
+    assert (
+        summary["layers"] == ([4, 2] if kind == "adlm" else [0, 4]) and summary["tokenizer"] is None
+    )
     assert_golden(tmp_path / "model", kind, time_conditioning)
     config = load_model(tmp_path / "model", verify=True).model.config
     assert config.heads == HEADS and config.is_causal == (kind == "ar") and config.dropout == 0.0
@@ -156,15 +194,26 @@ def test_a_converted_checkpoint_gives_the_golden_log_probs(
 
 def test_raw_weights_and_the_older_name_of_the_denoiser(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("adlm")
-    state = {name.replace("denoiser.", "replica."): value for name, value in checkpoint["state_dict"].items()}
+    state = {
+        name.replace("denoiser.", "replica."): value
+        for name, value in checkpoint["state_dict"].items()
+    }
     torch.save(checkpoint | {"state_dict": state}, tmp_path / "old.ckpt")
     for flag, factor in (("--raw", 2), ("--ema", 1)):
-        assert answer_json("convert", tmp_path / "old.ckpt", "--out", tmp_path / flag, flag)["weights"] == flag[2:]
+        assert (
+            answer_json("convert", tmp_path / "old.ckpt", "--out", tmp_path / flag, flag)["weights"]
+            == flag[2:]
+        )
         converted = load_file(tmp_path / flag / "model.safetensors")
-        assert all(torch.equal(converted[name], factor * value) for name, value in model("adlm").state_dict().items())
+        assert all(
+            torch.equal(converted[name], factor * value)
+            for name, value in model("adlm").state_dict().items()
+        )
     state["denoiser.extra"] = torch.zeros(1)
     torch.save(checkpoint | {"state_dict": state}, tmp_path / "old.ckpt")
-    assert_error(invoke("convert", tmp_path / "old.ckpt", "--out", tmp_path / "x"), "denoiser.extra")
+    assert_error(
+        invoke("convert", tmp_path / "old.ckpt", "--out", tmp_path / "x"), "denoiser.extra"
+    )
 
 
 @pytest.mark.parametrize("kind", ["adlm", "mdlm", "ar"])
@@ -174,7 +223,11 @@ def test_round_trips_are_bit_identical(tmp_path: Path, kind: str) -> None:
         (path, "model", ()),
         (tmp_path / "model", "back.ckpt", ("--to", "lightning")),
         (tmp_path / "back.ckpt", "again", ()),
-        (tmp_path / "last.ckpt", "other", ("--to", "lightning")),  # to a folder, without one of ours between
+        (
+            tmp_path / "last.ckpt",
+            "other",
+            ("--to", "lightning"),
+        ),  # to a folder, without one of ours between
     ):
         assert invoke("convert", source, "--out", tmp_path / out, *words).exit_code == 0
     for name in ("config.json", "model.safetensors"):
@@ -186,21 +239,29 @@ def test_round_trips_are_bit_identical(tmp_path: Path, kind: str) -> None:
         assert all(torch.equal(back["state_dict"][name], value) for name, value in golden.items())
         lineage = Lineage(kind)
         shadow = lineage.load(back)
-        assert all(torch.equal(average, p) for average, p in zip(shadow, lineage.parameters(), strict=True))
+        assert all(
+            torch.equal(average, p) for average, p in zip(shadow, lineage.parameters(), strict=True)
+        )
         assert back["global_step"] == back["ema"]["num_updates"] == 7
         assert back["hyper_parameters"]["config"]["model"]["length"] == 16
 
 
 def test_a_tokenizer_that_a_checkpoint_cannot_hold_gives_a_warning(tmp_path: Path) -> None:
     loaded, _ = load_lineage(save_checkpoint(tmp_path / "last.ckpt", "mdlm"))
-    export_model(replace(loaded, tokenizer=tokenizer("bytes")), tmp_path / "model", is_quantized=False)
-    result = invoke("convert", tmp_path / "model", "--out", tmp_path / "back.ckpt", "--to", "lightning")
+    export_model(
+        replace(loaded, tokenizer=tokenizer("bytes")), tmp_path / "model", is_quantized=False
+    )
+    result = invoke(
+        "convert", tmp_path / "model", "--out", tmp_path / "back.ckpt", "--to", "lightning"
+    )
     assert result.exit_code == 0 and "has no tokenizer; give --tokenizer" in result.output
 
 
 def test_the_order_of_names_is_that_of_the_parameters() -> None:
     for kind in ("adlm", "mdlm", "ar"):
-        assert [name for name, _ in Lineage(kind).named_parameters()] == list(map_names(model(kind).config))
+        assert [name for name, _ in Lineage(kind).named_parameters()] == list(
+            map_names(model(kind).config)
+        )
 
 
 def test_models_that_the_lineage_does_not_have_are_refused(tmp_path: Path) -> None:
@@ -211,7 +272,8 @@ def test_models_that_the_lineage_does_not_have_are_refused(tmp_path: Path) -> No
         "qk_norm = True, cond_dim = None",
     )
     assert_error(
-        invoke("convert", "adlm-prose", "--out", tmp_path / "x"), "the only conversion of it is --to lightning"
+        invoke("convert", "adlm-prose", "--out", tmp_path / "x"),
+        "the only conversion of it is --to lightning",
     )
     result = invoke("convert", "adlm-prose", "--out", tmp_path / "x", "--to", "lightning", "--raw")
     assert_error(result, "the only conversion of it is --to lightning")
@@ -236,9 +298,15 @@ def test_a_tokenizer_is_kept_and_must_fit(tmp_path: Path) -> None:
     result = invoke("convert", path, "--out", tmp_path / "x", "--tokenizer", "gpt2")
     assert_error(result, "gpt2 has 50258 tokens with the mask, the model 65")
     path = save_checkpoint(tmp_path / "other.ckpt", data__tokenizer_name_or_path="some/where")
-    assert_error(invoke("convert", path, "--out", tmp_path / "x"), "'some/where' is not bundled", "--tokenizer")
+    assert_error(
+        invoke("convert", path, "--out", tmp_path / "x"),
+        "'some/where' is not bundled",
+        "--tokenizer",
+    )
     path = save_checkpoint(tmp_path / "text8.ckpt", data__tokenizer_name_or_path="text8")
-    assert_error(invoke("convert", path, "--out", tmp_path / "x"), "characters has 35 tokens with the mask")
+    assert_error(
+        invoke("convert", path, "--out", tmp_path / "x"), "characters has 35 tokens with the mask"
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,7 +318,11 @@ def test_a_tokenizer_is_kept_and_must_fit(tmp_path: Path) -> None:
         ({"model__hidden_size": 64}, (), "dim is 64, but the weights are of 32"),
         ({"model__n_blocks": 12}, (), "layers is 12, but the weights are of 4"),
         ({"model__cond_dim": 128}, (), "cond_dim is 128, but the weights are of 16"),
-        ({"parameterization": "sedd"}, (), "parameterization is 'sedd', but the weights are of 'subs'"),
+        (
+            {"parameterization": "sedd"},
+            (),
+            "parameterization is 'sedd', but the weights are of 'subs'",
+        ),
         ({"model__length": "long"}, (), "length must be a whole number"),
         ({"time_conditioning": 1}, (), "time_conditioning must be true or false"),
         ({"is_ema": False}, ("--ema",), "there is no EMA: convert with --raw"),
@@ -269,10 +341,15 @@ def test_settings_that_the_file_lacks(tmp_path: Path) -> None:
     del checkpoint["hyper_parameters"]
     torch.save(checkpoint, tmp_path / "bare.ckpt")
     loaded, _ = load_lineage(tmp_path / "bare.ckpt")
-    assert loaded.model.config.heads == HEADS and loaded.model.config.length == 1024  # heads by the frequencies
+    assert (
+        loaded.model.config.heads == HEADS and loaded.model.config.length == 1024
+    )  # heads by the frequencies
     assert invoke("convert", tmp_path / "bare.ckpt", "--out", tmp_path / "model").exit_code == 0
     assert_golden(tmp_path / "model", "adlm")
-    torch.save({name: v for name, v in checkpoint["state_dict"].items() if "inv_freq" not in name}, tmp_path / "b.ckpt")
+    torch.save(
+        {name: v for name, v in checkpoint["state_dict"].items() if "inv_freq" not in name},
+        tmp_path / "b.ckpt",
+    )
     with pytest.raises(ValueError, match="number of heads is unknown"):
         load_lineage(tmp_path / "b.ckpt")
 
@@ -293,20 +370,33 @@ def test_keys_without_a_place_are_listed(tmp_path: Path) -> None:
         "denoiser.blocks.1.x",
     ]
     torch.save(
-        checkpoint | {"state_dict": checkpoint["state_dict"] | dict.fromkeys(extra, torch.zeros(1))},
+        checkpoint
+        | {"state_dict": checkpoint["state_dict"] | dict.fromkeys(extra, torch.zeros(1))},
         tmp_path / "x.ckpt",
     )
-    assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "6 keys", ", ".join(extra))
+    assert_error(
+        invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "6 keys", ", ".join(extra)
+    )
     many = {f"extra.{i}": torch.zeros(1) for i in range(30)}
     torch.save(checkpoint | {"state_dict": checkpoint["state_dict"] | many}, tmp_path / "x.ckpt")
-    assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "30 keys", "extra.19 and 10 more")
+    assert_error(
+        invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"),
+        "30 keys",
+        "extra.19 and 10 more",
+    )
     state = dict(checkpoint["state_dict"])
     del state["denoiser.blocks.0.norm1.weight"]
     torch.save(checkpoint | {"state_dict": state}, tmp_path / "x.ckpt")
-    assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "denoiser.blocks.0.norm1.weight")
+    assert_error(
+        invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"),
+        "denoiser.blocks.0.norm1.weight",
+    )
     state = checkpoint["state_dict"] | {"denoiser.output_layer.linear.bias": torch.zeros(64)}
     torch.save(checkpoint | {"state_dict": state, "ema": None}, tmp_path / "x.ckpt")
-    assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "float32 (64,), expected float (65,)")
+    assert_error(
+        invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"),
+        "float32 (64,), expected float (65,)",
+    )
     scalar = checkpoint["state_dict"] | {"backbone.sigma_map.mlp.2.weight": torch.zeros(())}
     torch.save(checkpoint | {"state_dict": scalar, "ema": None}, tmp_path / "x.ckpt")
     assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "expected float")
@@ -317,9 +407,13 @@ def test_keys_without_a_place_are_listed(tmp_path: Path) -> None:
         state["denoiser.output_layer.linear.bias"] = value
         torch.save(checkpoint | {"state_dict": state, "ema": None}, tmp_path / "x.ckpt")
         assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), message)
-    huge = checkpoint["state_dict"] | {"backbone.vocab_embed.embedding": torch.zeros(1).expand(2**24, 2**16)}
+    huge = checkpoint["state_dict"] | {
+        "backbone.vocab_embed.embedding": torch.zeros(1).expand(2**24, 2**16)
+    }
     torch.save(checkpoint | {"state_dict": huge, "ema": None}, tmp_path / "x.ckpt")
-    assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), str(tmp_path / "x.ckpt"))
+    assert_error(
+        invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), str(tmp_path / "x.ckpt")
+    )
 
 
 def test_an_average_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -334,7 +428,11 @@ def test_an_average_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert_error(invoke("convert", path, "--out", tmp_path / "model"), message, "--raw")
     ordered = dict(sorted(checkpoint["state_dict"].items()))
     torch.save(checkpoint | {"state_dict": ordered}, path)
-    assert_error(invoke("convert", path, "--out", tmp_path / "model"), "not in the order that the EMA follows", "--raw")
+    assert_error(
+        invoke("convert", path, "--out", tmp_path / "model"),
+        "not in the order that the EMA follows",
+        "--raw",
+    )
     assert invoke("convert", path, "--out", tmp_path / "model", "--raw").exit_code == 0
 
 
@@ -350,10 +448,17 @@ class Call:
 
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("place", ["state_dict", "hyper_parameters", "callbacks"])
-def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, place: str, is_zip: bool) -> None:
+def test_a_malicious_pickle_is_refused_and_not_executed(
+    tmp_path: Path, place: str, is_zip: bool
+) -> None:
     marker, path = tmp_path / "marker", tmp_path / "evil.ckpt"
     source = f"open({str(marker)!r}, 'w').close()"
-    for function, argument in ((os.system, f"touch {marker}"), (exec, source), (eval, source), (Path.touch, marker)):
+    for function, argument in (
+        (os.system, f"touch {marker}"),
+        (exec, source),
+        (eval, source),
+        (Path.touch, marker),
+    ):
         checkpoint = make_checkpoint("adlm")
         checkpoint[place]["x"] = Call(function, argument)
         torch.save(checkpoint, path, _use_new_zipfile_serialization=is_zip)
@@ -393,7 +498,9 @@ def test_the_tokenizer_in_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     make_tokenizer(tmp_path)
     checkpoint = make_checkpoint("mdlm")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="w0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="w0"
+    )
     checkpoint["hyper_parameters"]["tokenizer"] = tokenizer
     torch.save(checkpoint, tmp_path / "last.ckpt")
     assert load_lineage(tmp_path / "last.ckpt")[0].model.config.heads == HEADS
@@ -402,14 +509,24 @@ def test_the_tokenizer_in_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
 def test_damaged_and_wrong_files_give_one_line(tmp_path: Path) -> None:
     whole = save_checkpoint(tmp_path / "last.ckpt", "mdlm").read_bytes()
     draws, path, harmless = random.Random(0), tmp_path / "x.ckpt", []
-    cases = {"empty": b"", "text": b"hello world\n", "zip": b"PK\x03\x04" + bytes(100), "pickle": b"\x80\x02}q\x00."}
-    cases |= {f"cut {share}": whole[: int(share * len(whole))] for share in (0.01, 0.5, 0.99, 0.9999)}
+    cases = {
+        "empty": b"",
+        "text": b"hello world\n",
+        "zip": b"PK\x03\x04" + bytes(100),
+        "pickle": b"\x80\x02}q\x00.",
+    }
+    cases |= {
+        f"cut {share}": whole[: int(share * len(whole))] for share in (0.01, 0.5, 0.99, 0.9999)
+    }
     cases |= {f"noise {i}": draws.randbytes(300) for i in range(3)}
     for start in range(0, len(whole), len(whole) // 6):
         cases[f"changed {start}"] = whole[:start] + draws.randbytes(64) + whole[start + 64 :]
     for name, content in cases.items():
         path.write_bytes(content)
-        if name.startswith("changed") and invoke("convert", path, "--out", tmp_path / name).exit_code == 0:
+        if (
+            name.startswith("changed")
+            and invoke("convert", path, "--out", tmp_path / name).exit_code == 0
+        ):
             assert_golden(tmp_path / name, "mdlm")  # between the records
             harmless.append(name)
         else:
@@ -419,13 +536,21 @@ def test_damaged_and_wrong_files_give_one_line(tmp_path: Path) -> None:
     for value in ([1, 2], {}, *({"state_dict": state} for state in states)):
         torch.save(value, path)
         assert_error(invoke("convert", path, "--out", tmp_path / "model"), "state", str(path))
-    assert_error(invoke("convert", tmp_path / "none.ckpt", "--out", tmp_path / "model"), "there is no model")
+    assert_error(
+        invoke("convert", tmp_path / "none.ckpt", "--out", tmp_path / "model"), "there is no model"
+    )
 
 
 def make_hub_folder(folder: Path, *, is_safe: bool = True, **changes: Any) -> Path:
     """MDLM's layout on the Hub."""
     folder.mkdir(parents=True)
-    config = {"model_type": "mdlm", "vocab_size": VOCAB, "model_length": 16, "hidden_dim": DIM, "cond_dim": COND}
+    config = {
+        "model_type": "mdlm",
+        "vocab_size": VOCAB,
+        "model_length": 16,
+        "hidden_dim": DIM,
+        "cond_dim": COND,
+    }
     config |= {
         "n_blocks": 4,
         "n_heads": HEADS,
@@ -446,10 +571,15 @@ def make_hub_folder(folder: Path, *, is_safe: bool = True, **changes: Any) -> Pa
 def test_mdlms_layout_on_the_hub(tmp_path: Path, is_safe: bool) -> None:
     folder = make_hub_folder(tmp_path / "mdlm-owt", is_safe=is_safe)
     summary = answer_json("convert", folder, "--out", tmp_path / "model")
-    assert summary["method"] == "mdlm" and summary["weights"] == "raw" and summary["tokenizer"] == "mdlm-owt"
+    assert (
+        summary["method"] == "mdlm"
+        and summary["weights"] == "raw"
+        and summary["tokenizer"] == "mdlm-owt"
+    )
     assert_golden(tmp_path / "model", "mdlm")
     texts = [
-        adlm.load(path, device="cpu").generate(length=8, steps=4, seed=3)[0] for path in (folder, tmp_path / "model")
+        adlm.load(path, device="cpu").generate(length=8, steps=4, seed=3)[0]
+        for path in (folder, tmp_path / "model")
     ]
     assert texts[0] == texts[1]
     assert_error(invoke("convert", folder, "--out", tmp_path / "x", "--ema"), "there is no EMA")
@@ -465,7 +595,9 @@ def test_mdlms_layout_on_the_hub(tmp_path: Path, is_safe: bool) -> None:
         ({"dropout": 2.0}, "dropout must be a number"),
     ],
 )
-def test_a_hub_folder_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_hub_folder_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     folder = make_hub_folder(tmp_path / "hub", **changes)
     with pytest.raises(ValueError, match=message):
         adlm.load(folder)
@@ -475,13 +607,20 @@ def test_a_damaged_hub_folder_gives_one_line(tmp_path: Path) -> None:
     folder = make_hub_folder(tmp_path / "hub")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert_error(invoke("convert", folder, "--out", tmp_path / "model"), "model.safetensors cannot be read")
+    assert_error(
+        invoke("convert", folder, "--out", tmp_path / "model"), "model.safetensors cannot be read"
+    )
     path.unlink()
-    assert_error(invoke("convert", folder, "--out", tmp_path / "model"), "no weights: expected model.safetensors")
+    assert_error(
+        invoke("convert", folder, "--out", tmp_path / "model"),
+        "no weights: expected model.safetensors",
+    )
 
 
 @pytest.mark.parametrize("is_safe", [True, False])
-def test_a_model_by_its_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_safe: bool) -> None:
+def test_a_model_by_its_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_safe: bool
+) -> None:
     """Offline, from a cache as huggingface_hub keeps it."""
     from huggingface_hub import constants
 
@@ -489,13 +628,17 @@ def test_a_model_by_its_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"none of that name on the Hub .the Hub cannot be reached"):
+    with pytest.raises(
+        FileNotFoundError, match=r"none of that name on the Hub .the Hub cannot be reached"
+    ):
         adlm.load("some-group/mdlm-tiny")
     stored = tmp_path / "cache" / "models--some-group--mdlm-tiny"
     make_hub_folder(stored / "snapshots" / ("0" * 40), is_safe=is_safe)
     (stored / "refs").mkdir()
     (stored / "refs" / "main").write_text("0" * 40, "utf-8")
     lm = adlm.load("some-group/mdlm-tiny", device="cpu")
-    assert lm.name == "some-group/mdlm-tiny" and torch.equal(lm.model.head.weight, model("mdlm").head.weight)
+    assert lm.name == "some-group/mdlm-tiny" and torch.equal(
+        lm.model.head.weight, model("mdlm").head.weight
+    )
     answer_json("convert", "some-group/mdlm-tiny", "--out", tmp_path / "model")
     assert_golden(tmp_path / "model", "mdlm")

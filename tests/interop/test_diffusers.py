@@ -33,15 +33,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LM, Path, Any]:
     lm = small_lm("adlm", "bytes", "wrapped")
     folder = huggingface.export(lm, tmp_path_factory.mktemp("export") / "model")
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
-    return lm, folder, {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(folder)}
+    return (
+        lm,
+        folder,
+        {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(folder)},
+    )
 
 
 def make_scheduler(name: str, **settings: Any) -> Any:
     options = dict(OPTIONS[name])
-    return scheduling.AdlmScheduler(sampler=name, steps=options.pop("steps", None), options=options, **settings)
+    return scheduling.AdlmScheduler(
+        sampler=name, steps=options.pop("steps", None), options=options, **settings
+    )
 
 
-def generate_ours(lm: LM, tokens: torch.Tensor, name: str, seed: int, banned: list[int]) -> list[list[int]]:
+def generate_ours(
+    lm: LM, tokens: torch.Tensor, name: str, seed: int, banned: list[int]
+) -> list[list[int]]:
     """The new tokens of our own loop, without the text of `LM.generate`."""
     xt = torch.cat([tokens, torch.full((len(tokens), NEW), lm.tokenizer.mask_id)], -1)
     is_banned = torch.zeros(1, lm.model.config.vocab_size, dtype=torch.bool)
@@ -57,17 +65,31 @@ def generate_ours(lm: LM, tokens: torch.Tensor, name: str, seed: int, banned: li
     return list(frames)[-1].tokens[:, tokens.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 20), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 20), marks=pytest.mark.slow)], ids=len
+)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_llada2_pipeline_gives_our_tokens(name: str, seeds: range, small: tuple[LM, Path, Any]) -> None:
+def test_llada2_pipeline_gives_our_tokens(
+    name: str, seeds: range, small: tuple[LM, Path, Any]
+) -> None:
     lm, _, components = small
     banned = components["model"].config.special_token_ids
-    pipe = diffusers.LLaDA2Pipeline(scheduler=make_scheduler(name, banned_token_ids=banned), **components)
+    pipe = diffusers.LLaDA2Pipeline(
+        scheduler=make_scheduler(name, banned_token_ids=banned), **components
+    )
     pipe.set_progress_bar_config(disable=True)
     tokens = components["tokenizer"]([PROMPT, PROMPT[::-1]], return_tensors="pt").input_ids
     for seed in seeds:
-        settings = {"gen_length": NEW, "block_length": tokens.shape[1] + NEW, "eos_early_stop": False}
-        settings |= {"temperature": 1.0, "top_p": 0.9, "generator": torch.Generator().manual_seed(seed)}
+        settings = {
+            "gen_length": NEW,
+            "block_length": tokens.shape[1] + NEW,
+            "eos_early_stop": False,
+        }
+        settings |= {
+            "temperature": 1.0,
+            "top_p": 0.9,
+            "generator": torch.Generator().manual_seed(seed),
+        }
         output = pipe(input_ids=tokens, use_chat_template=False, output_type="seq", **settings)
         assert output.sequences.tolist() == generate_ours(lm, tokens, name, seed, banned), seed
 
@@ -78,9 +100,15 @@ def test_blocks_and_greedy_text(small: tuple[LM, Path, Any]) -> None:
     pipe = diffusers.LLaDA2Pipeline(scheduler=make_scheduler("remask_loop"), **components)
     pipe.set_progress_bar_config(disable=True)
     settings = {"gen_length": 12, "block_length": 4, "eos_early_stop": False, "output_type": "seq"}
-    first = pipe(PROMPT, temperature=1.0, generator=torch.Generator().manual_seed(1), **settings).sequences
-    again = pipe(PROMPT, temperature=1.0, generator=torch.Generator().manual_seed(1), **settings).sequences
-    other = pipe(PROMPT, temperature=1.0, generator=torch.Generator().manual_seed(2), **settings).sequences
+    first = pipe(
+        PROMPT, temperature=1.0, generator=torch.Generator().manual_seed(1), **settings
+    ).sequences
+    again = pipe(
+        PROMPT, temperature=1.0, generator=torch.Generator().manual_seed(1), **settings
+    ).sequences
+    other = pipe(
+        PROMPT, temperature=1.0, generator=torch.Generator().manual_seed(2), **settings
+    ).sequences
     assert components["tokenizer"].mask_token_id not in first
     assert torch.equal(first, again) and not torch.equal(first, other)
     ordered = diffusers.LLaDA2Pipeline(scheduler=make_scheduler("confidence"), **components)
@@ -105,22 +133,30 @@ def test_our_pipeline_continues_fills_and_calls_back(small: tuple[LM, Path, Any]
     pipe = pipeline.AdlmPipeline(scheduler=make_scheduler("remask_cap"), **components)
     canvases: list[torch.Tensor] = []
 
-    def callback(_: Any, step: int, timestep: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def callback(
+        _: Any, step: int, timestep: int, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         assert step == timestep == len(canvases)
         canvases.append(tensors["canvas"])
         return tensors
 
     generator = torch.Generator().manual_seed(3)
     output = pipe(PROMPT, max_new_tokens=NEW, generator=generator, callback_on_step_end=callback)
-    expected = lm.generate(PROMPT, max_new_tokens=NEW, seed=3, sampler="remask_cap", **OPTIONS["remask_cap"])
+    expected = lm.generate(
+        PROMPT, max_new_tokens=NEW, seed=3, sampler="remask_cap", **OPTIONS["remask_cap"]
+    )
     assert output.texts == expected.texts and len(canvases) == 6
-    sequences, texts = pipe(PROMPT, NEW, num_inference_steps=3, output_type="seq", return_dict=False)
+    sequences, texts = pipe(
+        PROMPT, NEW, num_inference_steps=3, output_type="seq", return_dict=False
+    )
     assert sequences.shape[-1] == len(PROMPT) + 1 + NEW and texts is None
     (text,) = pipe("a<|mask|><|mask|>b", generator=generator).texts
     assert text.startswith("a") and text.endswith("b") and "mask" not in text
     with pytest.raises(ValueError, match="expected text or seq"):
         pipe(PROMPT, output_type="pil")
-    with pytest.raises(NotImplementedError, match=r"save pipe.model and pipe.tokenizer into new; `adlm export`"):
+    with pytest.raises(
+        NotImplementedError, match=r"save pipe.model and pipe.tokenizer into new; `adlm export`"
+    ):
         pipe.save_pretrained("new")
 
 
@@ -129,7 +165,11 @@ def test_settings_of_a_scheduler_are_saved(tmp_path: Path) -> None:
     again = scheduling.AdlmScheduler.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="did you mean remask_loop"):
         scheduling.AdlmScheduler(sampler="remask_lop")
-    assert (again.config.sampler, again.config.steps, again.config.options) == ("remask_loop", 8, {"eta": 0.3})
+    assert (again.config.sampler, again.config.steps, again.config.options) == (
+        "remask_loop",
+        8,
+        {"eta": 0.3},
+    )
 
 
 # Runs in a process of its own, in which importing this package is an error.
@@ -149,10 +189,16 @@ print(json.dumps([type(pipe).__name__, pipe.model(ids).logits[0, :, :50].tolist(
 def test_an_exported_folder_is_a_pipeline(package: str, tmp_path: Path) -> None:
     lm = adlm.load("adlm-prose", device="cpu")
     folder = huggingface.export(lm, tmp_path / "adlm-prose")
-    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "HF_MODULES_CACHE": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", CHECK, str(folder), package]
     cwd = Path(adlm.__file__).parents[1] if package == "with" else tmp_path
-    printed = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=True).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=env, check=True
+    ).stdout
     name, logits, ids, texts = json.loads(printed.splitlines()[-1])
     assert name == "AdlmPipeline"
     expected = lm.model.head(lm.model(torch.tensor(ids)).final)[0, :, :50]

@@ -16,7 +16,9 @@ from adlm.interop.gpt2 import from_state_dict, load
 if os.environ.get("ADLM_ALL") == "1":
     import transformers
 else:
-    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra eval")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers comes with the extra eval"
+    )
 
 
 def gpt2(seed: int = 0, **changes: int) -> Any:
@@ -48,8 +50,12 @@ def test_it_says_what_theirs_says(length: int) -> None:
 
 def test_names_with_and_without_the_head() -> None:
     theirs = gpt2()
-    whole, bare = (from_state_dict(each.state_dict(), heads=2) for each in (theirs, theirs.transformer))
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), bare.parameters(), strict=True))
+    whole, bare = (
+        from_state_dict(each.state_dict(), heads=2) for each in (theirs, theirs.transformer)
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), bare.parameters(), strict=True)
+    )
     old = theirs.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)}
     assert from_state_dict(old, heads=2).config == whole.config
     assert whole.head.weight is whole.embed.weight
@@ -60,7 +66,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"Unexpected key.*extra"):
         from_state_dict(state | {"transformer.h.0.extra.weight": torch.zeros(1)}, heads=2)
     with pytest.raises(RuntimeError, match=r"denoiser\.norm\.bias"):
-        from_state_dict({name: value for name, value in state.items() if name != "transformer.ln_f.bias"}, heads=2)
+        from_state_dict(
+            {name: value for name, value in state.items() if name != "transformer.ln_f.bias"},
+            heads=2,
+        )
     with pytest.raises(ValueError, match=r"no 'wte.weight'"):
         from_state_dict({"model.weight": torch.zeros(1)}, heads=2)
     with pytest.raises(ValueError, match="convert a GPT-2 with tied embeddings"):
@@ -75,7 +84,12 @@ def test_a_folder_says_what_theirs_says(size: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
     ours = load(tmp_path)
-    assert (ours.config.vocab_size, ours.config.mask_id, ours.config.heads, ours.config.tied) == (61, None, 4, True)
+    assert (ours.config.vocab_size, ours.config.mask_id, ours.config.heads, ours.config.tied) == (
+        61,
+        None,
+        4,
+        True,
+    )
     with torch.no_grad():
         expected = theirs(tokens()).logits.log_softmax(-1)
     torch.testing.assert_close(ours.log_probs(tokens())[1], expected, atol=1e-4, rtol=1e-4)
@@ -100,14 +114,20 @@ def test_a_folder_says_what_theirs_says(size: str, tmp_path: Path) -> None:
         ("resid_pdrop", 1.5, "has to be between 0 and 1"),
     ],
 )
-def test_another_setting_is_refused_in_one_line(setting: str, value: Any, supported: str, tmp_path: Path) -> None:
+def test_another_setting_is_refused_in_one_line(
+    setting: str, value: Any, supported: str, tmp_path: Path
+) -> None:
     gpt2().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {setting: value}), "utf-8")
     with pytest.raises(ValueError, match=supported) as caught:
         load(tmp_path)
     message = str(caught.value)
-    assert "\n" not in message and str(tmp_path) in message and str(value) in message.removeprefix(str(tmp_path))
+    assert (
+        "\n" not in message
+        and str(tmp_path) in message
+        and str(value) in message.removeprefix(str(tmp_path))
+    )
 
 
 def test_a_config_with_the_defaults_left_out(tmp_path: Path) -> None:
@@ -120,7 +140,9 @@ def test_a_config_with_the_defaults_left_out(tmp_path: Path) -> None:
 
 def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     def check(problem: str) -> None:
-        with pytest.raises(ValueError, match=f"is no GPT-2 folder as transformers saves it.*{problem}") as caught:
+        with pytest.raises(
+            ValueError, match=f"is no GPT-2 folder as transformers saves it.*{problem}"
+        ) as caught:
             load(tmp_path)
         assert "\n" not in str(caught.value)
 
@@ -128,7 +150,11 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     state = load_file(weights)
-    save_file({name: value for name, value in state.items() if "ln_f.bias" not in name}, weights, {"format": "pt"})
+    save_file(
+        {name: value for name, value in state.items() if "ln_f.bias" not in name},
+        weights,
+        {"format": "pt"},
+    )
     check(r"missing_keys.*ln_f\.bias")
     weights.write_bytes(b"not weights")
     check("header")
@@ -138,9 +164,15 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
-    text, expected = "How many eggs does she sell? 16 - 3 - 4 = 9, she says; café.", load_tokenizer("gpt2")
+    text, expected = (
+        "How many eggs does she sell? 16 - 3 - 4 = 9, she says; café.",
+        load_tokenizer("gpt2"),
+    )
     transformers.GPT2TokenizerFast(tokenizer_object=expected.bpe).save_pretrained(str(tmp_path))
     ours = load_tokenizer(tmp_path)
     assert ours.encode(text) == expected.encode(text) and ours.decode(ours.encode(text)) == text
-    assert ours.bpe.token_to_id(END_OF_TEXT) == ours.eos_id == ours.bos_id == 50256 and ours.max_id == 50256
+    assert (
+        ours.bpe.token_to_id(END_OF_TEXT) == ours.eos_id == ours.bos_id == 50256
+        and ours.max_id == 50256
+    )
     assert END_OF_TEXT not in [ours.bpe.id_to_token(token) for token in ours.encode(END_OF_TEXT)]

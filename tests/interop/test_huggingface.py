@@ -38,10 +38,16 @@ KINDS = [
 
 
 def auto_class(lm: LM) -> Any:
-    return transformers.AutoModelForCausalLM if lm.row_format.is_causal else transformers.AutoModelForMaskedLM
+    return (
+        transformers.AutoModelForCausalLM
+        if lm.row_format.is_causal
+        else transformers.AutoModelForMaskedLM
+    )
 
 
-def expected_logits(lm: LM, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+def expected_logits(
+    lm: LM, tokens: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
     """The logits of `adlm.load`, the mask's ruled out."""
     logits = lm.model.head(lm.model(tokens, valid=valid).final).detach()
     if lm.model.config.mask_id is not None:
@@ -50,7 +56,9 @@ def expected_logits(lm: LM, tokens: torch.Tensor, valid: torch.Tensor | None = N
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LM, Path]:
+def exported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LM, Path]:
     method, words, rows = request.param
     lm = small_lm(method, words, rows)
     return lm, huggingface.export(lm, tmp_path_factory.mktemp("export") / "model")
@@ -59,7 +67,9 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model."""
-    return huggingface.export(adlm.load("adlm-prose"), tmp_path_factory.mktemp("prose") / "adlm-prose")
+    return huggingface.export(
+        adlm.load("adlm-prose"), tmp_path_factory.mktemp("prose") / "adlm-prose"
+    )
 
 
 def test_logits_are_equal_and_padding_changes_nothing(exported: tuple[LM, Path]) -> None:
@@ -86,14 +96,20 @@ def test_generate_gives_the_tokens_of_adlm(exported: tuple[LM, Path]) -> None:
     prompts = ["it was", "a dark and stormy"]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     for seed, name in enumerate(names):
-        settings = {"max_new_tokens": 9, "seed": seed} | ({"sampler": name} | OPTIONS[name] if name else {})
+        settings = {"max_new_tokens": 9, "seed": seed} | (
+            {"sampler": name} | OPTIONS[name] if name else {}
+        )
         expected = lm.generate(prompts, n=2, **settings)
         tokens = model.generate(**inputs, num_return_sequences=2, **settings)
         for row, ours in zip(tokens, expected.rows, strict=True):
             given = ours.layout.spans[-1].start
             new = ours.ids[given:]
-            if not lm.row_format.is_framed and (eos := lm.tokenizer.eos_id) in new:  # padded after the end
-                new = new[: new.index(eos)] + [model.config.pad_token_id] * (len(new) - new.index(eos))
+            if (
+                not lm.row_format.is_framed and (eos := lm.tokenizer.eos_id) in new
+            ):  # padded after the end
+                new = new[: new.index(eos)] + [model.config.pad_token_id] * (
+                    len(new) - new.index(eos)
+                )
             assert row[len(row) - len(ours.ids) :].tolist() == ours.ids[:given] + new
         assert again.generate(prompts, n=2, **settings).texts == expected.texts
 
@@ -102,7 +118,9 @@ def test_user_text_is_never_special(exported: tuple[LM, Path]) -> None:
     lm, folder = exported
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "the [MASK] of <|mask|> and <|endoftext|>"
-    assert tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids == lm.tokenizer.encode(text)
+    assert tokenizer(
+        text, add_special_tokens=False, split_special_tokens=True
+    ).input_ids == lm.tokenizer.encode(text)
     assert adlm.load(folder, device="cpu").tokenizer.encode(text) == lm.tokenizer.encode(text)
     if lm.tokenizer.own_mask_id is None:
         typed = "the [MASK] stays text"
@@ -112,7 +130,9 @@ def test_user_text_is_never_special(exported: tuple[LM, Path]) -> None:
 def test_loss_trains_and_a_saved_model_loads(exported: tuple[LM, Path], tmp_path: Path) -> None:
     lm, folder = exported
     model = auto_class(lm).from_pretrained(folder)
-    tokens = transformers.AutoTokenizer.from_pretrained(folder)("it was", return_tensors="pt").input_ids
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)(
+        "it was", return_tensors="pt"
+    ).input_ids
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     assert all(p.grad is not None for p in model.model.head.parameters())
@@ -122,18 +142,27 @@ def test_loss_trains_and_a_saved_model_loads(exported: tuple[LM, Path], tmp_path
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     again = auto_class(lm).from_pretrained(tmp_path)
     assert torch.equal(again(tokens).logits, model(tokens).logits)
-    assert torch.equal(adlm.load(tmp_path, device="cpu").model.embed.weight, model.model.embed.weight)
+    assert torch.equal(
+        adlm.load(tmp_path, device="cpu").model.embed.weight, model.model.embed.weight
+    )
 
 
 def test_a_model_from_a_config_is_initialized_as_ours(exported: tuple[LM, Path]) -> None:
     lm, folder = exported
     config = transformers.AutoConfig.from_pretrained(folder)
-    assert (config.vocab_size, config.max_position_embeddings) == (lm.model.config.vocab_size, lm.model.config.length)
+    assert (config.vocab_size, config.max_position_embeddings) == (
+        lm.model.config.vocab_size,
+        lm.model.config.length,
+    )
     model, ours = auto_class(lm).from_config(config), adlm.LanguageModel(lm.model.config)
-    assert all(torch.equal(p, ours.state_dict()[name]) for name, p in model.model.state_dict().items())
+    assert all(
+        torch.equal(p, ours.state_dict()[name]) for name, p in model.model.state_dict().items()
+    )
 
 
-@pytest.mark.parametrize("changes", [{"time_conditioning": True}, {"tied": True}, {"bridge": "softmax"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"time_conditioning": True}, {"tied": True}, {"bridge": "softmax"}], ids=str
+)
 def test_variants_of_the_model(changes: dict[str, Any], tmp_path: Path) -> None:
     lm = small_lm(**changes) if "tied" not in changes else small_lm(words="characters", tied=True)
     folder = huggingface.export(lm, tmp_path / "model")
@@ -152,7 +181,10 @@ def test_bfloat16(tmp_path: Path) -> None:
     folder = huggingface.export(lm, tmp_path / "model", dtype="bfloat16")
     assert transformers.AutoModelForMaskedLM.from_pretrained(folder).dtype == torch.bfloat16
     weights = adlm.load(folder, device="cpu").model.state_dict()
-    assert all(torch.equal(weights[name], p.bfloat16().float()) for name, p in lm.model.state_dict().items())
+    assert all(
+        torch.equal(weights[name], p.bfloat16().float())
+        for name, p in lm.model.state_dict().items()
+    )
 
 
 def test_holes_are_filled(prose: Path) -> None:
@@ -168,7 +200,9 @@ def test_holes_are_filled(prose: Path) -> None:
 def test_generate_refuses_wrong_settings(exported: tuple[LM, Path]) -> None:
     lm, folder = exported
     model, tokens = auto_class(lm).from_pretrained(folder), torch.ones(1, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="leave sampler" if lm.row_format.is_causal else "option 'tau'"):
+    with pytest.raises(
+        ValueError, match="leave sampler" if lm.row_format.is_causal else "option 'tau'"
+    ):
         model.generate(tokens, max_new_tokens=2, tau=0.5)
     with pytest.raises(ValueError, match=r"leave sampler|option 'steps'"):
         model.generate(tokens, max_new_tokens=2, sampler="first_hitting", steps=3)
@@ -198,11 +232,15 @@ def test_the_streamer_shows_every_step(prose: Path, capsys: pytest.CaptureFixtur
     model = transformers.AutoModelForMaskedLM.from_pretrained(prose)
     tokenizer = transformers.AutoTokenizer.from_pretrained(prose)
     streamer = Recorder(tokenizer)
-    tokens = model.generate(**tokenizer("It was", return_tensors="pt"), max_new_tokens=6, steps=4, streamer=streamer)
+    tokens = model.generate(
+        **tokenizer("It was", return_tensors="pt"), max_new_tokens=6, steps=4, streamer=streamer
+    )
     assert len(streamer.drafts) >= 4
     assert torch.equal(streamer.drafts[-1][0], tokens[0, -7:])
     assert tokenizer.decode(tokens[0, -7:-1]) in capsys.readouterr().out
-    tokens = model.generate(**tokenizer("It<|mask|> a night.", return_tensors="pt"), streamer=streamer)
+    tokens = model.generate(
+        **tokenizer("It<|mask|> a night.", return_tensors="pt"), streamer=streamer
+    )
     assert torch.equal(streamer.drafts[-1][0], tokens[0, 2:])  # from the first mask on
 
 
@@ -233,15 +271,23 @@ print(json.dumps([module, prompt.input_ids.tolist(), logits[0, :, :50].tolist(),
 
 @pytest.mark.parametrize("package", ["with", "without"])
 def test_fresh_processes_give_the_same(package: str, prose: Path, tmp_path: Path) -> None:
-    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "HF_MODULES_CACHE": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", CHECK, str(prose), package, str(tmp_path / "saved")]
     root = Path(adlm.__file__).parents[1]
     cwd = root if package == "with" else tmp_path
-    printed = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=True).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=env, check=True
+    ).stdout
     module, ids, logits, tokens, best = json.loads(printed.splitlines()[-1])
     assert module.startswith("adlm." if package == "with" else "transformers_modules.")
     lm = adlm.load(prose, device="cpu")
-    assert (torch.tensor(logits) - expected_logits(lm, torch.tensor(ids))[0, :, :50]).abs().max() < 1e-5
+    assert (
+        torch.tensor(logits) - expected_logits(lm, torch.tensor(ids))[0, :, :50]
+    ).abs().max() < 1e-5
     assert tokens[0] == lm.generate("It was", max_new_tokens=12, seed=4, steps=16).rows[0].ids
     assert best.startswith("It was a") and best.endswith(" night.") and "<|" not in best
     saved = adlm.load(tmp_path / "saved", device="cpu")
@@ -262,10 +308,16 @@ def test_a_folder_without_code_files_needs_the_package(prose: Path, tmp_path: Pa
 def test_code_files_are_the_package(prose: Path) -> None:
     """What is defined is equal in the code files and in the package; only imports and an operator's name differ."""
     code = huggingface.collect_code(huggingface.MODELING)
-    assert {path.stem: path.read_text("utf-8") for path in prose.glob("*.py")}.items() >= code.items()
+    assert {
+        path.stem: path.read_text("utf-8") for path in prose.glob("*.py")
+    }.items() >= code.items()
 
     def definitions(source: str) -> list[str]:
-        nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        nodes = [
+            node
+            for node in ast.parse(source).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        ]
         imports = (ast.Import, ast.ImportFrom)
         for each in nodes:
             for node in ast.walk(each):
@@ -277,17 +329,23 @@ def test_code_files_are_the_package(prose: Path) -> None:
     for name, source in code.items():
         module = source.split()[3]
         original = huggingface.find_source(module)
-        expected = original.read_text("utf-8").replace('"adlm::', '__name__.replace(".", "_") + "::')
+        expected = original.read_text("utf-8").replace(
+            '"adlm::', '__name__.replace(".", "_") + "::'
+        )
         assert definitions(source) == definitions(expected), name
         assert not re.search(r"^\s*(from|import) adlm\b", source, re.MULTILINE)
 
 
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["export", "mdlm-prose", "--out", str(out), "--dtype", "bfloat16", "--json"])
+    result = CliRunner().invoke(
+        app, ["export", "mdlm-prose", "--out", str(out), "--dtype", "bfloat16", "--json"]
+    )
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["folder"] == str(out)
-    assert len([*out.rglob("*.safetensors"), *out.rglob("*.bin")]) == 1  # the weights are stored once
+    assert (
+        len([*out.rglob("*.safetensors"), *out.rglob("*.bin")]) == 1
+    )  # the weights are stored once
     card = (out / "README.md").read_text("utf-8")
     assert "mdlm-prose" in card and "bfloat16" in card and "trust_remote_code" in card
     assert CliRunner().invoke(app, ["export", "--out", str(out)]).exit_code == 2
@@ -301,8 +359,14 @@ def test_the_card_has_the_metrics_of_a_report(tmp_path: Path) -> None:
     card = import_module("huggingface_hub").ModelCard.load(folder / "README.md")
     metrics = {(each.metric_type, round(each.metric_value, 2)) for each in card.data.eval_results}
     assert ("perplexity", 41.33) in metrics and card.data.license == "apache-2.0"
-    assert card.text.startswith("# adlm-prose") and "\n# " not in card.text and "\n## Evaluation of" in card.text
-    assert {path.name for path in folder.glob("*.svg")} == {path.name for path in report.glob("*.svg")}
+    assert (
+        card.text.startswith("# adlm-prose")
+        and "\n# " not in card.text
+        and "\n## Evaluation of" in card.text
+    )
+    assert {path.name for path in folder.glob("*.svg")} == {
+        path.name for path in report.glob("*.svg")
+    }
     with pytest.raises(ValueError, match="has no metrics of 'small adlm'"):
         huggingface.export(small_lm(), tmp_path / "other", report=report)
     assert not (tmp_path / "other").exists()
@@ -326,13 +390,22 @@ class HubHandler(BaseHTTPRequestHandler):
             answer = {"errors": [], "warnings": []}
         elif "/preupload/" in self.path:
             names = [each["path"] for each in json.loads(body)["files"]]
-            answer = {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}
+            answer = {
+                "files": [
+                    {"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names
+                ]
+            }
         else:
             assert "/commit/" in self.path, self.path
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            answer = {"commitUrl": f"{base}/commit/1", "commitOid": "1" * 40, "hookOutput": "", "success": True}
+            answer = {
+                "commitUrl": f"{base}/commit/1",
+                "commitOid": "1" * 40,
+                "hookOutput": "",
+                "success": True,
+            }
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -346,7 +419,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}"
+    )
     yield HubHandler.files
     server.shutdown()
 
@@ -355,7 +430,11 @@ def test_push_to_hub_uploads_every_file(hub: dict[str, bytes], tmp_path: Path) -
     folder = huggingface.export(small_lm(), tmp_path / "model")
     address = huggingface.push_to_hub(folder, "owner/name")
     assert address.endswith("owner/name/commit/1")
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     assert hub == files
     with pytest.raises(ValueError, match="no exported model"):
         huggingface.push_to_hub(tmp_path, "owner/name")

@@ -37,7 +37,12 @@ PAIRS = [
     ("it rained " * 9, "all day"),  # longer than a row of 64
 ]
 TEXTS = ["the cat sat", "on the mat " * 20, "x"]
-COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+COMMON = {
+    "dataset_path": "json",
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{answer}}",
+}
 TASKS: dict[str, dict[str, Any]] = {
     "choices": {
         "output_type": "multiple_choice", "doc_to_choice": "{{choices}}",
@@ -79,12 +84,16 @@ def score(model: Any, pairs: Any = PAIRS) -> tuple[list[float], list[bool]]:
 
 
 def roll(model: Any, *texts: str) -> list[float]:
-    found: list[float] = model.loglikelihood_rolling([build_request(text) for text in texts], disable_tqdm=True)
+    found: list[float] = model.loglikelihood_rolling(
+        [build_request(text) for text in texts], disable_tqdm=True
+    )
     return found
 
 
 def write(model: Any, *requests: tuple[str, dict[str, Any]]) -> list[str]:
-    found: list[str] = model.generate_until([build_request(*each) for each in requests], disable_tqdm=True)
+    found: list[str] = model.generate_until(
+        [build_request(*each) for each in requests], disable_tqdm=True
+    )
     return found
 
 
@@ -107,7 +116,10 @@ def test_every_token_is_asked_for_once_with_what_went_before(total: int, room: i
 def test_a_causal_log_likelihood_is_the_sum_of_log_probabilities(method: str) -> None:
     model = lm(method, "bytes")
     for (context, continuation), value in zip(PAIRS, score(wrap(model), PAIRS[:5])[0]):
-        both, given = model.tokenizer.encode(context + continuation), len(model.tokenizer.encode(context.rstrip()))
+        both, given = (
+            model.tokenizer.encode(context + continuation),
+            len(model.tokenizer.encode(context.rstrip())),
+        )
         row = torch.tensor([[model.tokenizer.bos_id, *both]])
         with torch.no_grad():
             log_probs = model.model.log_probs(row[:, :-1])[1][0].double()
@@ -126,18 +138,28 @@ def test_a_masked_log_likelihood_is_minus_the_bound(rows: str) -> None:
     model, text = lm("adlm", rows=rows), "cat"
     (result,) = model.score(text)
     assert roll(wrap(model), text) == pytest.approx([-result.nll * result.tokens], rel=1e-5)
-    assert roll(wrap(model, draws=2, seed=7), text) == pytest.approx([-exact_nelbo(model, text)], rel=1e-5)
+    assert roll(wrap(model, draws=2, seed=7), text) == pytest.approx(
+        [-exact_nelbo(model, text)], rel=1e-5
+    )
 
 
 def test_short_continuations_take_one_evaluation_for_each_set_of_hidden_tokens() -> None:
     """Their log-likelihoods have no noise; longer ones take as many evaluations as there are draws."""
     model, rows = lm("adlm"), list[int]()
     handle = model.model.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    for continuation, evaluations in [("a", 1), ("at", 3), ("the ma", 63), ("the mat", 20), ("the mat and", 20)]:
+    for continuation, evaluations in [
+        ("a", 1),
+        ("at", 3),
+        ("the ma", 63),
+        ("the mat", 20),
+        ("the mat and", 20),
+    ]:
         values = []
         for seed in (0, 1):
             rows.clear()
-            values.append(wrap(model, draws=20, seed=seed)._sum_nats([build_rows(model, "on", continuation)]))
+            values.append(
+                wrap(model, draws=20, seed=seed)._sum_nats([build_rows(model, "on", continuation)])
+            )
             assert sum(rows) == evaluations
         assert (values[0] == values[1]) == (evaluations != 20)
     handle.remove()
@@ -182,9 +204,16 @@ def test_batch_order_and_neighbors_change_nothing(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])
 def test_greedy_is_what_greedy_decoding_writes(method: str) -> None:
-    model, context = wrap(rigged(method, {lm(method).tokenizer.encode("a")[0]: 50.0}), draws=2), "the cat"
+    model, context = (
+        wrap(rigged(method, {lm(method).tokenizer.encode("a")[0]: 50.0}), draws=2),
+        "the cat",
+    )
     assert write(model, (context, {"until": [], "max_gen_toks": 4, "do_sample": False})) == ["aaaa"]
-    assert score(model, [(context, "aaaa"), (context, "aaba"), (context, "aaab")])[1] == [True, False, False]
+    assert score(model, [(context, "aaaa"), (context, "aaba"), (context, "aaab")])[1] == [
+        True,
+        False,
+        False,
+    ]
     assert score(model, [(context, "")]) == ([0.0], [True])  # nothing is certain
 
 
@@ -200,11 +229,16 @@ def test_texts_end_before_the_first_stop_and_depend_on_their_request_alone(metho
     assert sorted(found[1:3]) == sorted(back[1:3]) and found[1] != found[2]  # repeats are new texts
     assert all("e" not in text and "\n" not in text for text in found[:3]) and "q" not in found[3]
     assert write(wrap(model, seed=1, **settings), *requests)[:2] != found[:2]
-    assert truncate_at("one. two; three", [";", ". "]) == "one" and truncate_at("one", [".", ""]) == "one"
+    assert (
+        truncate_at("one. two; three", [";", ". "]) == "one"
+        and truncate_at("one", [".", ""]) == "one"
+    )
 
 
 def test_a_context_that_does_not_fit_keeps_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    (text,) = write(wrap(lm("mdlm"), draws=2, steps=2), ("word " * 40, {"until": [], "max_gen_toks": 500}))
+    (text,) = write(
+        wrap(lm("mdlm"), draws=2, steps=2), ("word " * 40, {"until": [], "max_gen_toks": 500})
+    )
     assert text and "do not fit into a row of" in caplog.text
 
 
@@ -221,16 +255,24 @@ def test_a_context_that_does_not_fit_keeps_its_end(caplog: pytest.LogCaptureFixt
 def test_errors_in_model_args(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         wrap(options.pop("pretrained", lm("adlm")), **options)
-    with pytest.raises(ValueError, match="unknown generation_kwargs num_beams: expected some of until, max_gen_toks"):
+    with pytest.raises(
+        ValueError,
+        match="unknown generation_kwargs num_beams: expected some of until, max_gen_toks",
+    ):
         write(wrap(lm("mdlm"), draws=2), ("a", {"num_beams": 4}))
 
 
 def test_model_args_override_the_command_line() -> None:
     made = ours.AdlmLM
-    from_text = made.create_from_arg_string(f"pretrained={trained()},draws=2,device=cpu", {"device": "cuda:0"})
+    from_text = made.create_from_arg_string(
+        f"pretrained={trained()},draws=2,device=cpu", {"device": "cuda:0"}
+    )
     assert from_text.draws == 2 and str(from_text.lm.device) == "cpu"
     if not torch.cuda.is_available():  # cuda:0 is the default of lm-eval
-        assert str(made.create_from_arg_obj({"pretrained": trained()}, {"device": "cuda:0"}).lm.device) == "cpu"
+        assert (
+            str(made.create_from_arg_obj({"pretrained": trained()}, {"device": "cuda:0"}).lm.device)
+            == "cpu"
+        )
         with pytest.raises(ValueError, match="sees no CUDA device"):
             made.create_from_arg_obj({"pretrained": trained(), "device": "cuda:0"}, {})
 
@@ -244,7 +286,9 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in DOCUMENTS), "utf-8")
     for name, task in TASKS.items():
-        whole = COMMON | {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}} | task
+        whole = (
+            COMMON | {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}} | task
+        )
         (tmp_path / f"{name}.yaml").write_text(json.dumps(whole), "utf-8")
     return tmp_path
 
@@ -262,7 +306,12 @@ def test_simple_evaluate_runs_tasks_of_local_files(offline: Path) -> None:
     manager = TaskManager(include_path=str(offline), include_defaults=False)
     options = {"pretrained": trained(), "draws": 4, "device": "cpu", "steps": 4}
     found = harness.simple_evaluate(
-        model="adlm", model_args=options, tasks=list(TASKS), task_manager=manager, batch_size=2, bootstrap_iters=10
+        model="adlm",
+        model_args=options,
+        tasks=list(TASKS),
+        task_manager=manager,
+        batch_size=2,
+        bootstrap_iters=10,
     )
     model = wrap(trained(), draws=4, steps=4)
     right = []
@@ -275,15 +324,31 @@ def test_simple_evaluate_runs_tasks_of_local_files(offline: Path) -> None:
     bits = found["results"]["rolling"]["bits_per_byte,none"]
     assert bits == pytest.approx(-sum(rolled) / size / math.log(2), rel=1e-5)
     assert len(found["samples"]["writing"]) == len(DOCUMENTS)
-    assert found["config"]["adlm"]["draws"] == 4 and "bound" in found["config"]["adlm"]["likelihood"]
+    assert (
+        found["config"]["adlm"]["draws"] == 4 and "bound" in found["config"]["adlm"]["likelihood"]
+    )
 
 
 @pytest.mark.slow
 def test_the_command_line_runs_a_task_of_local_files(offline: Path) -> None:
-    command = [str(Path(sys.executable).with_name("adlm-lm-eval")), "run", "--model", "adlm", "--tasks", "choices"]
-    command += ["--model_args", f"pretrained={trained('ar')},seed=3,device=cpu", "--include_path", str(offline)]
+    command = [
+        str(Path(sys.executable).with_name("adlm-lm-eval")),
+        "run",
+        "--model",
+        "adlm",
+        "--tasks",
+        "choices",
+    ]
+    command += [
+        "--model_args",
+        f"pretrained={trained('ar')},seed=3,device=cpu",
+        "--include_path",
+        str(offline),
+    ]
     command += ["--batch_size", "2", "--output_path", str(offline / "out")]
-    done = subprocess.run(command, cwd=ROOT, env=make_env(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=make_env(), capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "|choices|" in done.stdout.replace(" ", "")
     (written,) = (offline / "out").rglob("results_*.json")

@@ -16,12 +16,18 @@ def test_forward_of_masked_models(kind, time_conditioning, folded):
     golden = arrays(f"forward_{kind}_gpt2like_tc{int(time_conditioning)}")
     ours = model(kind, time_conditioning)
     with torch.no_grad():
-        anchor, log_probs = (ours.fold() if folded else ours).log_probs(golden["xt"], golden["sigma"])
+        anchor, log_probs = (ours.fold() if folded else ours).log_probs(
+            golden["xt"], golden["sigma"]
+        )
     possible = golden["log_probs"] > POSSIBLE
-    torch.testing.assert_close(log_probs[possible], golden["log_probs"][possible], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        log_probs[possible], golden["log_probs"][possible], atol=1e-4, rtol=0
+    )
     assert (log_probs[~possible] < POSSIBLE).all()
     if kind == "adlm":
-        torch.testing.assert_close(anchor, golden["anchor_logits_raw"].log_softmax(-1), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            anchor, golden["anchor_logits_raw"].log_softmax(-1), atol=1e-4, rtol=0
+        )
     else:
         assert anchor is None
 
@@ -34,7 +40,11 @@ def test_every_layer_of_adlm(time_conditioning):
     for stage in ("anchor", "denoiser"):
         for i, layer in enumerate(getattr(ours, stage).layers):
             name = f"{stage}_block{i}"
-            hooks.append(layer.register_forward_hook(lambda _m, _i, out, name=name: seen.__setitem__(name, out)))
+            hooks.append(
+                layer.register_forward_hook(
+                    lambda _m, _i, out, name=name: seen.__setitem__(name, out)
+                )
+            )
     with torch.no_grad():
         features = ours(golden["xt"], golden["sigma"])
         crossed = ours.apply_bridge(features.anchor)
@@ -66,14 +76,18 @@ def test_a_mask_id_inside_the_vocabulary():
     }  # fmt: skip
     golden = arrays("forward_adlm_gpt2like_tc0")
     with torch.no_grad():
-        anchor, log_probs = from_state_dict(moved, heads=HEADS, mask_id=7).log_probs(order[golden["xt"]])
+        anchor, log_probs = from_state_dict(moved, heads=HEADS, mask_id=7).log_probs(
+            order[golden["xt"]]
+        )
         plain_anchor, plain = model("adlm").log_probs(golden["xt"])
     torch.testing.assert_close(anchor[..., order], plain_anchor, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(log_probs[..., order], plain, atol=1e-5, rtol=1e-5)
 
 
 def test_an_older_name_of_the_denoiser():
-    renamed = {name.replace("denoiser.", "replica."): value for name, value in weights("adlm").items()}
+    renamed = {
+        name.replace("denoiser.", "replica."): value for name, value in weights("adlm").items()
+    }
     ours = from_state_dict(renamed, heads=HEADS, mask_id=MASK)
     assert torch.equal(ours.head.weight, model("adlm").head.weight)
 
@@ -81,10 +95,25 @@ def test_an_older_name_of_the_denoiser():
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
-        ({"backbone.extra": torch.zeros(1)}, {}, ValueError, r"keys of the state dict are not .*extra"),
+        (
+            {"backbone.extra": torch.zeros(1)},
+            {},
+            ValueError,
+            r"keys of the state dict are not .*extra",
+        ),
         ({"noise.sigma": torch.zeros(1)}, {}, ValueError, "keys of the state dict are not"),
-        ({"denoiser.output_layer.linear.bias": None}, {}, ValueError, r"missing: denoiser\.output_layer\.linear\.bias"),
-        ({"backbone.vocab_embed.embedding": None}, {}, ValueError, r"no matrix 'backbone\.vocab_embed\.embedding'"),
+        (
+            {"denoiser.output_layer.linear.bias": None},
+            {},
+            ValueError,
+            r"missing: denoiser\.output_layer\.linear\.bias",
+        ),
+        (
+            {"backbone.vocab_embed.embedding": None},
+            {},
+            ValueError,
+            r"no matrix 'backbone\.vocab_embed\.embedding'",
+        ),
         ({}, {"heads": 2}, ValueError, "number of heads"),
         ({}, {"mask_id": 65}, ValueError, "outside the vocabulary"),
     ],

@@ -22,7 +22,12 @@ from bench import costs as planned
 from tests.world import count_weights, shapes_only
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS: list[dict[str, object]] = [{}, {"bridge": "direct"}, {"bridge": "softmax"}, {"cond_dim": None}]
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"bridge": "direct"},
+    {"bridge": "softmax"},
+    {"cond_dim": None},
+]
 OPTIONS += [{"cond_dim": 32, "time_conditioning": True}, {"positions": "learned", "length": 77}]
 OPTIONS += [{"norm_bias": True}, {"attention_bias": True}, {"tied": True}]
 OPTIONS += [{"bridge": "none"}, {"project_after": 1}]
@@ -41,24 +46,41 @@ def test_the_count_is_the_models(method: str, options: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"embed_norm": True, "qk_norm": True, "project_after": 1}], ids=["paper", "extended"]
+    "changes",
+    [{}, {"embed_norm": True, "qk_norm": True, "project_after": 1}],
+    ids=["paper", "extended"],
 )
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax", "none"])
 @pytest.mark.parametrize("method", ["adlm", "mdlm", "a2r", "ar"])
 def test_flops_are_what_torch_counts(method: str, bridge: str, changes: dict[str, object]) -> None:
     """Of a real step, forward and backward, with attention written out: all of it, and the bridge's product, if any."""
     rows, length, vocab, dim, share = 4, 32, 96, 64, 0.25
-    shape = {"vocab_size": vocab, "mask_id": vocab - 1, "length": length, "dim": dim, "heads": 4, "bridge": bridge}
-    config = build_config(method, "nano", **shape, **changes, dropout=0.0, cond_dim=None)  # modulations are not counted
+    shape = {
+        "vocab_size": vocab,
+        "mask_id": vocab - 1,
+        "length": length,
+        "dim": dim,
+        "heads": 4,
+        "bridge": bridge,
+    }
+    config = build_config(
+        method, "nano", **shape, **changes, dropout=0.0, cond_dim=None
+    )  # modulations are not counted
     model, tokens = LanguageModel(config), rows * length
 
     def some(part: float) -> Selection:
         index = torch.arange(int(part * tokens))
         return Selection(index, torch.ones(len(index)))
 
-    x0, ones, two = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows), config.anchor_layers > 0
+    x0, ones, two = (
+        torch.zeros(rows, length, dtype=torch.int64),
+        torch.ones(rows),
+        config.anchor_layers > 0,
+    )
     hidden, anchors = some(1.0 if config.is_causal else 0.5), some(share) if two else None
-    batch = NoisyBatch(x0, x0, ones, ones, hidden, anchors, torch.tensor(float(tokens)), is_causal=config.is_causal)
+    batch = NoisyBatch(
+        x0, x0, ones, ones, hidden, anchors, torch.tensor(float(tokens)), is_causal=config.is_causal
+    )
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         training_loss(model, batch, anchor_weight=1.0 if two else None).total.backward()
     expected = tokens * flops_per_token(config, length=length, anchor_share=share)
@@ -70,10 +92,35 @@ def test_flops_are_what_torch_counts(method: str, bridge: str, changes: dict[str
     assert counter.get_total_flops() == expected
 
 
-TERAFLOPS = {"H200": 989, "H200 NVL": 835, "H100 80GB HBM3": 989, "H100 PCIe": 756, "H20": 148, "GB200": 2500}
-TERAFLOPS |= {"A100-SXM4-80GB": 312, "L40S": 362, "L40": 181, "L4": 121, "AMD Instinct MI300X": 1307}
-TERAFLOPS |= {"GeForce RTX 3090": 71, "GeForce RTX 3090 Ti": 80, "Tesla V100-PCIE-16GB": 112, "Tesla T4": 65}
-UNKNOWN = ("x86_64 CPU", "", "A10G", "H2000", "H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU")
+TERAFLOPS = {
+    "H200": 989,
+    "H200 NVL": 835,
+    "H100 80GB HBM3": 989,
+    "H100 PCIe": 756,
+    "H20": 148,
+    "GB200": 2500,
+}
+TERAFLOPS |= {
+    "A100-SXM4-80GB": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "AMD Instinct MI300X": 1307,
+}
+TERAFLOPS |= {
+    "GeForce RTX 3090": 71,
+    "GeForce RTX 3090 Ti": 80,
+    "Tesla V100-PCIE-16GB": 112,
+    "Tesla T4": 65,
+}
+UNKNOWN = (
+    "x86_64 CPU",
+    "",
+    "A10G",
+    "H2000",
+    "H100 80GB HBM3 MIG 1g.10gb",
+    "GeForce RTX 4090 Laptop GPU",
+)
 
 
 def test_peaks_are_found_by_name_and_never_guessed() -> None:
@@ -98,18 +145,34 @@ def test_memory_follows_its_parts() -> None:
     assert base - estimate(config, ema=False) == 4 * count
     assert 20 * count // 8 < base - estimate(config, shards=8) < 20 * count
     rows = [estimate(config, rows=n) for n in (32, 64, 96)]
-    assert rows[2] - rows[1] == rows[1] - rows[0] == 18 * 18 * 2 * 768 * 32 * 1024  # no more logits than of a chunk
+    assert (
+        rows[2] - rows[1] == rows[1] - rows[0] == 18 * 18 * 2 * 768 * 32 * 1024
+    )  # no more logits than of a chunk
     assert estimate(config, checkpoint_activations=True) < base / 2
-    assert {True: selected.MAX_LOGIT_ROWS["cuda"], False: selected.MAX_LOGIT_ROWS["cpu"]} == costs.MAX_LOGIT_ROWS
+    assert {
+        True: selected.MAX_LOGIT_ROWS["cuda"],
+        False: selected.MAX_LOGIT_ROWS["cpu"],
+    } == costs.MAX_LOGIT_ROWS
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_activations_are_what_a_layer_saves(qk_norm: bool) -> None:
     """Counted by saved-tensor hooks, in float32, within 2%: statistics of norms and rotary angles are not estimated."""
     rows, length, dim = 4, 256, 128
-    shape = {"vocab_size": 64, "mask_id": 63, "dim": dim, "heads": 2, "length": length, "cond_dim": None}
+    shape = {
+        "vocab_size": 64,
+        "mask_id": 63,
+        "dim": dim,
+        "heads": 2,
+        "length": length,
+        "cond_dim": None,
+    }
     config = ModelConfig(**shape, anchor_layers=0, denoiser_layers=1, dropout=0.0, qk_norm=qk_norm)  # type: ignore[arg-type]
-    model, saved, x = LanguageModel(config), list[Tensor](), torch.randn(rows, length, dim, requires_grad=True)
+    model, saved, x = (
+        LanguageModel(config),
+        list[Tensor](),
+        torch.randn(rows, length, dim, requires_grad=True),
+    )
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
@@ -118,10 +181,14 @@ def test_activations_are_what_a_layer_saves(qk_norm: bool) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.denoiser.layers[0](x, model.rotary(x.device))
     weights = {p.data_ptr() for p in model.parameters()}
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved
+    }
     counted = sum(size for address, size in storages.items() if address not in weights)
     settings = {"length": 1024, "bytes_per_activation": 4, "rows": 48}
-    estimated = estimate(config, **settings) - estimate(config, **settings | {"rows": 32})  # no more logits, 16 rows
+    estimated = estimate(config, **settings) - estimate(
+        config, **settings | {"rows": 32}
+    )  # no more logits, 16 rows
     assert counted / (rows * length) == pytest.approx(estimated / (16 * 1024), rel=0.02)
 
 
@@ -182,8 +249,13 @@ def test_the_tables_of_the_document_are_computed(name: str) -> None:
 def test_the_measured_speed_is_the_records() -> None:
     assert f"**{planned.MEASURED:,}**" in (ROOT / "bench/RECORDS.md").read_text("utf-8")
     document = (ROOT / "docs/cluster.md").read_text("utf-8")
-    share = planned.MEASURED * flops_per_token(small(), length=1024) / (peak_flops("NVIDIA H200") or 0)
-    assert f"{planned.MEASURED:,} tokens/s" in document and f"{share:.0%} of the data sheet's" in document
+    share = (
+        planned.MEASURED * flops_per_token(small(), length=1024) / (peak_flops("NVIDIA H200") or 0)
+    )
+    assert (
+        f"{planned.MEASURED:,} tokens/s" in document
+        and f"{share:.0%} of the data sheet's" in document
+    )
     # A checkpoint: weights, two moments and the average.
     sizes = [16 * count_parameters(config) / 1e9 for config in (small(), planned.LARGER[1].config)]
     assert f"about {sizes[0]:.1f} GB" in document and f"about {sizes[1]:.0f} GB" in document

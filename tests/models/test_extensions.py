@@ -19,7 +19,12 @@ from adlm.models.transformer import Layer
 from adlm.training.distributed import DistributedContext, LossModule, ParallelSettings, parallelize
 from tests.world import MASK, VOCAB, count_weights, random_tokens, small_model
 
-CHANGES: list[dict[str, Any]] = [{"embed_norm": True}, {"qk_norm": True}, {"project_after": 2}, {"project_after": 4}]
+CHANGES: list[dict[str, Any]] = [
+    {"embed_norm": True},
+    {"qk_norm": True},
+    {"project_after": 2},
+    {"project_after": 4},
+]
 BRIDGE = {"bridge": "none"}
 
 
@@ -33,7 +38,9 @@ def compute_loss(model: LanguageModel) -> Tensor:
     tokens, config = random_tokens(4), model.config
     if config.is_causal:
         return training_loss(model, shift_tokens(tokens)).total
-    return training_loss(model, corrupt(tokens, ForwardProcess(MASK), CounterRng.from_seed(0, 4), 0)).total
+    return training_loss(
+        model, corrupt(tokens, ForwardProcess(MASK), CounterRng.from_seed(0, 4), 0)
+    ).total
 
 
 def name_change(change: dict[str, Any]) -> str:
@@ -56,13 +63,17 @@ def test_a_setting_adds_to_the_same_start(method: str, change: dict[str, Any]) -
 
 @pytest.mark.parametrize("change", CHANGES, ids=name_change)
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
-def test_a_setting_changes_the_model_and_all_of_it_learns(method: str, change: dict[str, Any]) -> None:
+def test_a_setting_changes_the_model_and_all_of_it_learns(
+    method: str, change: dict[str, Any]
+) -> None:
     model, plain = make(method, change), make(method, {})
     assert (model(random_tokens(2)).final - plain(random_tokens(2)).final).abs().max() > 1e-3
     compute_loss(model).backward()
     for name, parameter in model.named_parameters():
         is_idle = name.startswith("anchor_head") and model.config.bridge == "direct"
-        assert parameter.grad is not None and (parameter.grad.any() or is_idle or ".condition." in name), name
+        assert parameter.grad is not None and (
+            parameter.grad.any() or is_idle or ".condition." in name
+        ), name
     assert count_parameters(model.config) == count_weights(model)
 
 
@@ -74,7 +85,9 @@ def test_a_setting_survives_folding_saving_and_lightning_refuses_it(
     model, tokens = make(method, change), random_tokens(3)
     with torch.no_grad():
         expected = model.head(model(tokens).final)
-        torch.testing.assert_close(model.fold().head(model.fold()(tokens).final), expected, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            model.fold().head(model.fold()(tokens).final), expected, atol=1e-4, rtol=1e-5
+        )
     for is_quantized in (False, True):
         folder = tmp_path / str(is_quantized)
         export_model(LoadedModel(model, None, method, 0), folder, is_quantized=is_quantized)
@@ -108,7 +121,9 @@ def test_all_at_once_compile_in_one_graph_and_recompute_their_activations() -> N
         settings = ParallelSettings(checkpoint_activations=kind == "checkpointed")
         parallelize(LossModule(model), DistributedContext(torch.device("cpu")), settings)
         compute_loss(model).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], atol=1e-6, rtol=1e-5)
 

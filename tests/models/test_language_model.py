@@ -33,7 +33,11 @@ def stage_counts(stack, embed, head):
     if stack.condition is not None:
         parts["sigma_map"] = count_weights(stack.condition)
     total = sum(parts.values())
-    return parts | {"per_block": count_weights(stack.layers[0]), "n_blocks": len(stack.layers), "total": total}
+    return parts | {
+        "per_block": count_weights(stack.layers[0]),
+        "n_blocks": len(stack.layers),
+        "total": total,
+    }
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -62,14 +66,18 @@ def test_building_follows_from_the_seed_alone(method):
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     same, other = LanguageModel(config, seed=4), LanguageModel(config, seed=5)
-    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+    for (name, a), b, c in zip(
+        one.named_parameters(), same.parameters(), other.parameters(), strict=True
+    ):
         assert torch.isfinite(a).all() and torch.equal(a, b), name
         assert torch.equal(a, c) == bool((a == a.flatten()[0]).all() or "bridge" in name), name
 
 
 def test_a_new_model_knows_nothing():
     """Heads start at zero: all tokens but the mask are equally likely; a direct bridge is the identity."""
-    model = LanguageModel(build_config("adlm", "nano", vocab_size=30, mask_id=29, dim=16, heads=2, bridge="direct"))
+    model = LanguageModel(
+        build_config("adlm", "nano", vocab_size=30, mask_id=29, dim=16, heads=2, bridge="direct")
+    )
     features = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.apply_bridge(features), features)
     anchor, log_probs = model.log_probs(torch.full((1, 5), 29))
@@ -92,9 +100,13 @@ def test_cached_features_are_the_full_ones(method, changes):
             cache, start = model.new_cache(3), 0
             for size in sizes:
                 part = model(tokens[:, start : start + size], cache=cache)
-                torch.testing.assert_close(part.final, full.final[:, start : start + size], atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    part.final, full.final[:, start : start + size], atol=1e-5, rtol=1e-5
+                )
                 if method == "a2r":
-                    torch.testing.assert_close(part.anchor, full.anchor[:, start : start + size], atol=1e-5, rtol=1e-5)
+                    torch.testing.assert_close(
+                        part.anchor, full.anchor[:, start : start + size], atol=1e-5, rtol=1e-5
+                    )
                 start += size
     with pytest.raises(ValueError, match="length of 13"):
         model(tokens[:, :1], cache=cache)
@@ -113,13 +125,23 @@ def test_causal_models_do_not_see_the_future_and_masked_ones_see_everything(meth
     assert difference[:, 7 if is_causal else 0 :].amax((0, 2)).min() > 1e-4
 
 
-GPT2 = {"attn.c_attn": (24, 72), "attn.c_proj": (24, 24), "mlp.c_fc": (24, 96), "mlp.c_proj": (96, 24)}
+GPT2 = {
+    "attn.c_attn": (24, 72),
+    "attn.c_proj": (24, 24),
+    "mlp.c_fc": (24, 96),
+    "mlp.c_proj": (96, 24),
+}
 GPT2 |= {"ln_1": (24,), "ln_2": (24,)}
 
 
 def test_gpt2_is_as_written_out():
     """tests/interop/test_gpt2.py compares with transformers, which may not be installed."""
-    shapes = {"wte.weight": (40, 24), "wpe.weight": (16, 24), "ln_f.weight": (24,), "ln_f.bias": (24,)}
+    shapes = {
+        "wte.weight": (40, 24),
+        "wpe.weight": (16, 24),
+        "ln_f.weight": (24,),
+        "ln_f.bias": (24,),
+    }
     for layer, (name, shape) in itertools.product(("h.0", "h.1"), GPT2.items()):
         shapes |= {f"{layer}.{name}.weight": shape, f"{layer}.{name}.bias": shape[-1:]}
     rng = torch.Generator().manual_seed(0)
@@ -145,7 +167,9 @@ def test_gpt2_is_as_written_out():
     for ours in (model, model.fold()):
         assert ours.head.weight is ours.embed.weight
         with torch.no_grad():
-            torch.testing.assert_close(ours.head(ours(tokens).final), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                ours.head(ours(tokens).final), expected, atol=1e-4, rtol=1e-4
+            )
             loss = training_loss(ours, shift_tokens(tokens)).total
         plain = F.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         assert float(loss) == pytest.approx(float(plain), rel=1e-5)
@@ -155,11 +179,17 @@ def test_a_cast_keeps_the_angles_exact():
     """bfloat16 knows no angle of position 257: the rotary table stays float32 through casts and folds."""
     position = torch.arange(600, dtype=torch.float64)[:, None]
     angle = position * 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    casts = (lambda m: m.bfloat16(), lambda m: m.bfloat16().fold(), lambda m: m.fold().to(torch.float16))
+    casts = (
+        lambda m: m.bfloat16(),
+        lambda m: m.bfloat16().fold(),
+        lambda m: m.fold().to(torch.float16),
+    )
     for cast in casts:
         model = cast(random_model(vocab_size=20, mask_id=19, dim=16, length=600))
         assert model.head.weight.dtype != torch.float32
-        for table, expected in zip(model.rotary(torch.device("cpu")), (angle.cos(), angle.sin()), strict=True):
+        for table, expected in zip(
+            model.rotary(torch.device("cpu")), (angle.cos(), angle.sin()), strict=True
+        ):
             assert table.dtype == torch.float32
             torch.testing.assert_close(table.double(), expected, atol=1e-4, rtol=0)
         assert not any("rotary" in name for name in model.state_dict())
@@ -182,7 +212,10 @@ def test_half_precision_is_near_full():
         ({"dim": 9, "heads": 3}, "must be even"),
         ({"bridge": "cubic"}, "factored, direct, softmax, none"),
         ({"positions": "sinus"}, "rotary, learned"),
-        ({"denoiser_layers": 0}, "denoiser_layers must be a whole number between 1 and 1,024, got 0"),
+        (
+            {"denoiser_layers": 0},
+            "denoiser_layers must be a whole number between 1 and 1,024, got 0",
+        ),
         ({"anchor_layers": -1}, "anchor_layers must be a whole number between 0 and 1,024, got -1"),
         ({"length": 10**9}, "length must be a whole number between 1 and 131,072, got 1000000000"),
         ({"length": -8}, "length must be"),
@@ -203,14 +236,44 @@ def test_impossible_shapes_are_refused(wrong, message):
 @pytest.mark.parametrize(
     ("method", "changes", "use", "message"),
     [
-        ("adlm", {}, lambda model: model(random_tokens(1, 4, 3)), "4 tokens are longer than this model's length of 3"),
-        ("adlm", {}, lambda model: model.new_cache(1), "only causal models can use a key-value cache"),
-        ("ar", {}, lambda model: model(torch.zeros(1, 3).long(), cache=model.new_cache(1, 2)), "into a cache of 2"),
-        ("ar", {}, lambda model: model(ZEROS, valid=ZEROS == 0, cache=model.new_cache(2)), "a cache, not both"),
+        (
+            "adlm",
+            {},
+            lambda model: model(random_tokens(1, 4, 3)),
+            "4 tokens are longer than this model's length of 3",
+        ),
+        (
+            "adlm",
+            {},
+            lambda model: model.new_cache(1),
+            "only causal models can use a key-value cache",
+        ),
+        (
+            "ar",
+            {},
+            lambda model: model(torch.zeros(1, 3).long(), cache=model.new_cache(1, 2)),
+            "into a cache of 2",
+        ),
+        (
+            "ar",
+            {},
+            lambda model: model(ZEROS, valid=ZEROS == 0, cache=model.new_cache(2)),
+            "a cache, not both",
+        ),
         ("mdlm", {}, lambda model: model.anchor_features(ZEROS), "one stage and no anchor network"),
         ("mdlm", TIMED, lambda model: model(ZEROS), r"noise_level of shape \(2,\)"),
-        ("mdlm", TIMED, lambda model: model(ZEROS, torch.tensor(0.5)), r"noise_level of shape \(2,\)"),
-        ("mdlm", TIMED, lambda model: model(ZEROS, torch.zeros(2, 1)), r"noise_level of shape \(2,\)"),
+        (
+            "mdlm",
+            TIMED,
+            lambda model: model(ZEROS, torch.tensor(0.5)),
+            r"noise_level of shape \(2,\)",
+        ),
+        (
+            "mdlm",
+            TIMED,
+            lambda model: model(ZEROS, torch.zeros(2, 1)),
+            r"noise_level of shape \(2,\)",
+        ),
     ],
 )
 def test_uses_that_make_no_sense_are_refused(method, changes, use, message):
@@ -225,7 +288,10 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
     for pad in (0, 1):
         padded = torch.cat([torch.full((2, 4), pad), tokens], 1)
         with torch.no_grad():
-            final, expected = model(padded, valid=valid.expand(2, -1)).final[:, 4:], model(tokens).final
+            final, expected = (
+                model(padded, valid=valid.expand(2, -1)).final[:, 4:],
+                model(tokens).final,
+            )
         torch.testing.assert_close(final, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -243,7 +309,9 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
 )
 def test_layers_without_padding_compute_the_same(method, changes, lengths):
     """Features, losses and gradients; the rounding of the number of positions and padding's tokens change nothing."""
-    model = random_model(method, vocab_size=20, mask_id=19, dim=16, length=12, denoiser_layers=2, **changes)
+    model = random_model(
+        method, vocab_size=20, mask_id=19, dim=16, length=12, denoiser_layers=2, **changes
+    )
     tokens, valid = random_tokens(len(lengths), 12, 19), is_valid(torch.tensor(lengths), 12)
     rows = unpad(valid)
     assert len(rows.places) % 64 == 0 and int(rows.cu_seqlens[-1]) == len(rows.places)
@@ -261,12 +329,18 @@ def test_layers_without_padding_compute_the_same(method, changes, lengths):
             Objective(process, is_causal=True, is_unpadded=True).corrupt(text, 0, 0)
         return
     for is_unpadded in (False, True):
-        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(text, 0, 0)
+        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(
+            text, 0, 0
+        )
         assert isinstance(batch.valid, UnpaddedRows) == is_unpadded
         model.zero_grad()
-        losses.append(training_loss(model, batch.to("cpu"), anchor_weight=0.5 if model.anchor else None))
+        losses.append(
+            training_loss(model, batch.to("cpu"), anchor_weight=0.5 if model.anchor else None)
+        )
         losses[-1].total.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
     torch.testing.assert_close(losses[1], losses[0], atol=1e-4, rtol=1e-4)
     for name, padded in gradients[0].items():
         assert (gradients[1][name] - padded).norm() <= 1e-3 * padded.norm() + 1e-5, name
@@ -274,7 +348,9 @@ def test_layers_without_padding_compute_the_same(method, changes, lengths):
 
 def test_padding_may_be_anywhere():
     model = random_model("mdlm", vocab_size=20, mask_id=19, dim=16, length=8)
-    valid = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0, 0, 0]]).bool()
+    valid = torch.tensor(
+        [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0, 0, 0]]
+    ).bool()
     tokens = random_tokens(3, 8, 19)
     padded, unpadded = model(tokens, valid=valid).final, model(tokens, valid=unpad(valid)).final
     torch.testing.assert_close(unpadded[valid], padded[valid], atol=5e-4, rtol=1e-3)
@@ -305,7 +381,10 @@ def test_angles_made_for_inference_serve_training():
 @pytest.mark.parametrize("method", ["adlm", "a2r"])
 def test_forward_is_the_composition_of_the_two_stages(method):
     """Bit for bit; with padding and (causal) a cache too."""
-    model, tokens = random_model(method, vocab_size=20, mask_id=19, dim=16, length=16), random_tokens(3, 12, 19)
+    model, tokens = (
+        random_model(method, vocab_size=20, mask_id=19, dim=16, length=16),
+        random_tokens(3, 12, 19),
+    )
     valid = torch.arange(12) < torch.tensor([12, 7, 9])[:, None]
     for where in ({}, {"valid": valid}):
         whole, anchor = model(tokens, **where), model.anchor_features(tokens, **where)

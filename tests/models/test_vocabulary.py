@@ -11,11 +11,19 @@ from adlm.checkpoint import LoadedModel, export_model, load_model
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import ROWS, extend_vocabulary
 
-SIZE: dict[str, Any] = {"vocab_size": 23, "mask_id": 22, "dim": 16, "heads": 2, "length": 8, "cond_dim": 8}
+SIZE: dict[str, Any] = {
+    "vocab_size": 23,
+    "mask_id": 22,
+    "dim": 16,
+    "heads": 2,
+    "length": 8,
+    "cond_dim": 8,
+}
 SIZE |= {"denoiser_layers": 2, "dropout": 0.0}
 CAUSAL = {"mask_id": None, "is_causal": True, "cond_dim": None}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": CAUSAL | {"tied": True, "positions": "learned", "norm_bias": True, "attention_bias": True},
+    "gpt2": CAUSAL
+    | {"tied": True, "positions": "learned", "norm_bias": True, "attention_bias": True},
     "ar": CAUSAL,
     "a2r": CAUSAL | {"anchor_layers": 1, "bridge": "direct"},
     "mdlm": {},
@@ -49,14 +57,23 @@ def compute_logits(model: LanguageModel) -> list[Tensor]:
 def test_old_tokens_keep_their_rows_and_logits(name: str, init: Any) -> None:
     old = make(name)
     new = extend_vocabulary(old, 3, init)
-    assert (new.config.vocab_size, new.config.mask_id) == (26, old.config.mask_id) and old.config.vocab_size == 23
+    assert (new.config.vocab_size, new.config.mask_id) == (
+        26,
+        old.config.mask_id,
+    ) and old.config.vocab_size == 23
     before, after = old.state_dict(), new.state_dict()
     for key in before:
         if key in ROWS:
             assert torch.equal(after[key][:23], before[key]), key
             kept = before[key] if old.config.mask_id is None else before[key][:22]
-            rows = kept.double().mean(0).float().expand(3, *kept.shape[1:]) if init is None else before[key][init]
-            torch.testing.assert_close(after[key][23:], rows.expand_as(after[key][23:]), rtol=1e-6, atol=1e-7)
+            rows = (
+                kept.double().mean(0).float().expand(3, *kept.shape[1:])
+                if init is None
+                else before[key][init]
+            )
+            torch.testing.assert_close(
+                after[key][23:], rows.expand_as(after[key][23:]), rtol=1e-6, atol=1e-7
+            )
         elif key == "bridge.weight":
             assert torch.equal(after[key][:, : before[key].shape[1]], before[key])
             assert not after[key][:, before[key].shape[1] :].any()
@@ -66,7 +83,9 @@ def test_old_tokens_keep_their_rows_and_logits(name: str, init: Any) -> None:
         torch.testing.assert_close(ours[..., :23], theirs, rtol=1e-5, atol=1e-5)
     if init is None:  # log-odds among the old tokens
         theirs, ours = (each.log_probs(tokens())[1][..., :20] for each in (old, new))
-        torch.testing.assert_close(ours - ours[..., :1], theirs - theirs[..., :1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours - ours[..., :1], theirs - theirs[..., :1], rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,8 +99,12 @@ def test_new_tokens_train_and_the_old_model_does_not(name: str) -> None:
     optimizer = torch.optim.SGD(new.parameters(), lr=0.1)
     x = torch.tensor([[1, 23, 24, 2]])
     features = new(x)
-    losses = [new.head(features.final)] + ([] if new.anchor_head is None else [new.anchor_head(features.anchor)])
-    torch.stack([logits.log_softmax(-1)[0, :, [23, 24]].sum() for logits in losses]).sum().neg().backward()
+    losses = [new.head(features.final)] + (
+        [] if new.anchor_head is None else [new.anchor_head(features.anchor)]
+    )
+    torch.stack(
+        [logits.log_softmax(-1)[0, :, [23, 24]].sum() for logits in losses]
+    ).sum().neg().backward()
     optimizer.step()
     for key in ROWS:
         if key in rows:
@@ -97,7 +120,9 @@ def test_an_extended_model_is_saved_and_loaded(name: str, tmp_path: Path) -> Non
     export_model(LoadedModel(new, None, "ar", 0), tmp_path, is_quantized=False)
     loaded = load_model(tmp_path).model
     assert loaded.config == new.config
-    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in new.state_dict().items())
+    assert all(
+        torch.equal(value, loaded.state_dict()[key]) for key, value in new.state_dict().items()
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -26,7 +26,9 @@ EXAMPLE = Item(
     encode("7"),
     encode("4 6 8"),
 )
-FOREIGN = Item(encode("<q> 2 9 ? 2 9 1"), [encode("2 9 ;")], encode("9 1 2"), encode("9"), encode("1"))
+FOREIGN = Item(
+    encode("<q> 2 9 ? 2 9 1"), [encode("2 9 ;")], encode("9 1 2"), encode("9"), encode("1")
+)
 
 
 def draw_examples(count: int, *, seed: int = 0, hops: int = 3) -> list[Item]:
@@ -49,10 +51,23 @@ def draw_examples(count: int, *, seed: int = 0, hops: int = 3) -> list[Item]:
 
 def build_model(kind: str = "rotary", *, seed: int = 0, length: int = 64) -> LanguageModel:
     """A tiny causal model with random weights, none of them zero; "two stages" is A2R."""
-    layers = {"anchor_layers": 1, "denoiser_layers": 1} if kind == "two stages" else {"denoiser_layers": 2}
+    layers = (
+        {"anchor_layers": 1, "denoiser_layers": 1}
+        if kind == "two stages"
+        else {"denoiser_layers": 2}
+    )
     positions = "learned" if kind == "learned" else "rotary"
-    sizes = {"dim": 16, "heads": 2, "length": length, "cond_dim": None, "bridge": "direct", "dropout": 0.0}
-    config = ModelConfig(VOCABULARY, VOCABULARY - 1, is_causal=True, positions=positions, **sizes, **layers)  # type: ignore[arg-type]
+    sizes = {
+        "dim": 16,
+        "heads": 2,
+        "length": length,
+        "cond_dim": None,
+        "bridge": "direct",
+        "dropout": 0.0,
+    }
+    config = ModelConfig(
+        VOCABULARY, VOCABULARY - 1, is_causal=True, positions=positions, **sizes, **layers
+    )  # type: ignore[arg-type]
     model, rng = LanguageModel(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

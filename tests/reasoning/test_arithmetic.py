@@ -48,7 +48,9 @@ def test_the_answer_needs_every_assignment(hops: int) -> None:
     for item in draw(200, hops, hops, seed=hops):
         done = evaluate(item)
         assert len(done) == hops == len(parse(item)[0])
-        assert [words(step) for step in item.steps] == [f"{name} = {value} ;" for name, value in done]
+        assert [words(step) for step in item.steps] == [
+            f"{name} = {value} ;" for name, value in done
+        ]
         assert words(item.anchors).split() == [str(value) for _, value in done]
         assert words(item.answer) == str(done[-1][1])
 
@@ -85,7 +87,9 @@ def test_order_hops_and_operators_are_uniform() -> None:
     items = draw(6000, 1, 4)
     hops = Counter(len(item.steps) for item in items)
     assert all(abs(hops[h] - 1500) < 150 for h in range(1, 5)) and len(hops) == 4
-    places = Counter(list(parse(item)[0]).index(parse(item)[1]) for item in items if len(item.steps) == 4)
+    places = Counter(
+        list(parse(item)[0]).index(parse(item)[1]) for item in items if len(item.steps) == 4
+    )
     assert all(abs(places[place] / hops[4] - 0.25) < 0.05 for place in range(4))
     operators = Counter(right[1] for item in items for right in parse(item)[0].values())
     assert all(abs(operators[each] / operators.total() - 1 / 3) < 0.02 for each in "+-*")
@@ -98,5 +102,7 @@ def test_items_depend_on_the_generator_alone() -> None:
 def test_the_vocabulary_is_small_and_hops_are_checked() -> None:
     assert len(VOCABULARY) == len(set(VOCABULARY)) <= 160
     for low, high in ((0, 2), (3, 2), (1, 27)):
-        with pytest.raises(ValueError, match=rf"hops {low} to {high} are out of range: give 1 <= min <= max <= 26"):
+        with pytest.raises(
+            ValueError, match=rf"hops {low} to {high} are out of range: give 1 <= min <= max <= 26"
+        ):
             draw(1, low, high)

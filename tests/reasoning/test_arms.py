@@ -75,7 +75,11 @@ STAGES = {
 def render(batch: ReasoningBatch, names: dict[int, str], row: int = 0) -> list[str]:
     """The tokens of a row in the notation of the documents, from what the model reads and what it is asked."""
     length = batch.xt.shape[1]
-    weights = torch.zeros(batch.xt.numel()).index_put((batch.hidden.index,), batch.hidden.weight).view(-1, length)[row]
+    weights = (
+        torch.zeros(batch.xt.numel())
+        .index_put((batch.hidden.index,), batch.hidden.weight)
+        .view(-1, length)[row]
+    )
     anchored = torch.zeros(batch.xt.numel(), dtype=torch.bool)
     if batch.anchors is not None:
         assert (batch.anchors.weight == 1).all()
@@ -93,7 +97,9 @@ def render(batch: ReasoningBatch, names: dict[int, str], row: int = 0) -> list[s
         is_asked = position > 0 and not is_slot[position - 1] and bool(weights[position - 1])
         assert not is_asked or asked[position - 1] == token
         assert is_asked or position == 0 or is_slot[position - 1] or not anchored[position - 1]
-        texts.append(names[token] + "^" * is_asked + "!" * (position > 0 and bool(anchored[position - 1])))
+        texts.append(
+            names[token] + "^" * is_asked + "!" * (position > 0 and bool(anchored[position - 1]))
+        )
     assert not weights[size:].any()
     return texts
 
@@ -121,17 +127,23 @@ def test_an_arm_at_the_end_of_training(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "stage"), STAGES)
 def test_an_arm_at_a_stage(name: str, stage: int) -> None:
-    assert " ".join(render(collate_example(name, stage), NAMES)) == f"{QUESTION} {STAGES[name, stage]}"
+    assert (
+        " ".join(render(collate_example(name, stage), NAMES)) == f"{QUESTION} {STAGES[name, stage]}"
+    )
 
 
-@pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if arm.steps in ("removed", "by_token")])
+@pytest.mark.parametrize(
+    "name", [name for name, arm in ARMS.items() if arm.steps in ("removed", "by_token")]
+)
 def test_the_last_stage_removes_all_steps_as_in_coconut(name: str) -> None:
     """Also where the trace is longer than the stages; where it is not, that stage is as any other."""
     long = EXAMPLE._replace(steps=EXAMPLE.steps + EXAMPLE.steps[::-1])
     objective = replace(make_objective(name), curriculum=Curriculum(9 if name == "icot" else 3, 2))
     last = objective.lay_out(long)
     assert last == objective.lay_out(long, objective.curriculum.stages) and len(last.trace) == 0
-    assert last == objective.lay_out(EXAMPLE) == objective.lay_out(EXAMPLE._replace(steps=[]))  # no step is in a prompt
+    assert (
+        last == objective.lay_out(EXAMPLE) == objective.lay_out(EXAMPLE._replace(steps=[]))
+    )  # no step is in a prompt
     before = objective.lay_out(long, objective.curriculum.stages - 1)
     assert len(before.trace) == (18 - 8 if name == "icot" else 18 - 2 * 3)
     stages = 9 if name == "icot" else 3
@@ -143,7 +155,9 @@ def test_a_prompt_ends_before_the_first_loss() -> None:
         layout = lay_out(EXAMPLE, ARMS[name], 2, 3, WORD_MARKERS)
         texts = render(collate_example(name, 2), NAMES)
         assert layout.prompt == next(place for place, text in enumerate(texts) if "^" in text), name
-        assert [layout.tokens[place] for place in layout.slots] == [WORD_MARKERS.slot] * len(layout.slots)
+        assert [layout.tokens[place] for place in layout.slots] == [WORD_MARKERS.slot] * len(
+            layout.slots
+        )
         assert layout.tokens[layout.trace.stop] == WORD_MARKERS.answer
 
 
@@ -159,14 +173,21 @@ def test_the_first_gsm8k_test_problem_has_slots_labelled_16_and_3() -> None:
     question = len(first.question)
     assert texts[question : question + 5] == ["<b>", "_ 16", "_ 3", "<x>", "<r>"]
     rest = texts[question + 5 :]
-    assert all(text.endswith("^") for text in rest) and not any("^" in text for text in texts[:question])
+    assert all(text.endswith("^") for text in rest) and not any(
+        "^" in text for text in texts[:question]
+    )
     assert tokenizer.decode(layout.tokens[layout.trace.start : layout.trace.stop]) == (
         "Janet sells 16 - 3 - 4 = 9 duck eggs a day.\nShe makes 9 * 2 = $18 every day at the farmer’s market.\n"
     )
     assert rest[-3:] == ["<a>^", " 18^", "<e>^"]
-    assert tokenizer.decode(layout.tokens[:question]).startswith("Janet’s ducks lay 16 eggs per day.")
+    assert tokenizer.decode(layout.tokens[:question]).startswith(
+        "Janet’s ducks lay 16 eggs per day."
+    )
     foreign = collate([layout], [choose_labels(first, second, [0.0, 0.0], "foreign")])
-    assert render(foreign, names | {t: tokenizer.decode([t]) for t in second.anchors})[question + 1] == "_ 2"
+    assert (
+        render(foreign, names | {t: tokenizer.decode([t]) for t in second.anchors})[question + 1]
+        == "_ 2"
+    )
 
 
 def test_rows_of_a_batch_are_the_rows_alone_and_padding_carries_no_loss() -> None:
@@ -176,14 +197,19 @@ def test_rows_of_a_batch_are_the_rows_alone_and_padding_carries_no_loss() -> Non
     labels = [item.anchors for item in items]
     for multiple in (1, 32):
         whole = collate(layouts, labels, feedback=True, multiple=multiple)
-        assert whole.xt.shape[1] % multiple == 0 and all(end % multiple == 0 for end in whole.slot_ends)
+        assert whole.xt.shape[1] % multiple == 0 and all(
+            end % multiple == 0 for end in whole.slot_ends
+        )
         assert float(whole.tokens) == len(whole.hidden.index)
         for row, (layout, own) in enumerate(zip(layouts, labels, strict=True)):
             alone = collate([layout], [own], feedback=True)
             assert render(whole, NAMES, row) == render(alone, NAMES)
             size = alone.xt.shape[1]
             assert whole.slot is not None and alone.slot is not None
-            assert torch.equal(whole.slot[row, :size], alone.slot[0]) and not whole.slot[row, size:].any()
+            assert (
+                torch.equal(whole.slot[row, :size], alone.slot[0])
+                and not whole.slot[row, size:].any()
+            )
             assert alone.slot_ends == tuple(layout.slots)
 
 
@@ -197,7 +223,10 @@ def test_weight_zero_is_the_pause_curriculum() -> None:
     items = draw_examples(8)
     layouts = [lay_out(item, ARMS["acot"], 2, 3, WORD_MARKERS) for item in items]
     weighed = collate(layouts, [item.anchors for item in items], label_weight=0.0)
-    pauses = collate([lay_out(item, ARMS["pause_curriculum"], 2, 3, WORD_MARKERS) for item in items], [[]] * len(items))
+    pauses = collate(
+        [lay_out(item, ARMS["pause_curriculum"], 2, 3, WORD_MARKERS) for item in items],
+        [[]] * len(items),
+    )
     for name in ("x0", "xt", "tokens"):
         assert torch.equal(getattr(weighed, name), getattr(pauses, name))
     assert torch.equal(weighed.hidden.index, pauses.hidden.index)
@@ -234,7 +263,9 @@ def test_controls_have_other_labels() -> None:
 
 def test_stages_begin_after_so_many_steps() -> None:
     curriculum, rng = Curriculum(3, 500, revisit=0.0), CounterRng.from_seed(0, 4)
-    begins = {step: curriculum.find_stages(step, rng) for step in (1, 500, 501, 1000, 1001, 1501, 9999)}
+    begins = {
+        step: curriculum.find_stages(step, rng) for step in (1, 500, 501, 1000, 1001, 1501, 9999)
+    }
     assert [stages[0] for stages in begins.values()] == [0, 0, 1, 1, 2, 3, 3]
     assert all(len({*stages}) == 1 for stages in begins.values())
 
@@ -242,13 +273,17 @@ def test_stages_begin_after_so_many_steps() -> None:
 def test_earlier_stages_come_back_with_their_probability() -> None:
     curriculum, rng = Curriculum(4, 10, revisit=0.1), CounterRng.from_seed(3, 20_000)
     counts = torch.bincount(torch.tensor(curriculum.find_stages(35, rng)), minlength=5) / 20_000
-    expected = torch.tensor([0.025, 0.025, 0.025, 0.925, 0.0])  # 0.1 in equal parts over the stages 0 to 3
+    expected = torch.tensor(
+        [0.025, 0.025, 0.025, 0.925, 0.0]
+    )  # 0.1 in equal parts over the stages 0 to 3
     assert (counts - expected).abs().max() < 4 * (0.1 * 0.9 / 20_000) ** 0.5
     assert counts[4] == 0
 
 
 def make_objective(name: str) -> ReasoningObjective:
-    return ReasoningObjective(ARMS[name], Curriculum(3, 2, revisit=0.5), WORD_MARKERS, ARMS[name].stages or 3)
+    return ReasoningObjective(
+        ARMS[name], Curriculum(3, 2, revisit=0.5), WORD_MARKERS, ARMS[name].stages or 3
+    )
 
 
 def make_batch(count: int = 8) -> ItemBatch:
@@ -283,5 +318,10 @@ def test_stages_and_shuffled_labels_differ_between_seeds_steps_and_rows() -> Non
     base = show(7, 8, batch.number)
     assert base == show(7, 8, batch.number)
     assert all(
-        base != other for other in (show(8, 8, batch.number), show(7, 9, batch.number), show(7, 8, 5 * batch.number))
+        base != other
+        for other in (
+            show(8, 8, batch.number),
+            show(7, 9, batch.number),
+            show(7, 8, 5 * batch.number),
+        )
     )

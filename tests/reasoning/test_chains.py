@@ -37,7 +37,11 @@ def parse(item: Item) -> tuple[list[list[str]], list[str]]:
 
 def split_sign(fact: str) -> list[str]:
     subject, value = fact.split()
-    return [subject, value] if value in chains.CLASSES else [subject, value.lstrip("-"), "+-"[value.startswith("-")]]
+    return (
+        [subject, value]
+        if value in chains.CLASSES
+        else [subject, value.lstrip("-"), "+-"[value.startswith("-")]]
+    )
 
 
 def reach(facts: list[list[str]], start: str) -> dict[str, list[str]]:
@@ -54,7 +58,11 @@ def check_item(item: Item) -> None:
     """The steps lead from the asked name to its attribute, and the answer compares the signs."""
     facts, (name, attribute, sign) = parse(item)
     ways = reach(facts, name)
-    holders = [(node, each) for node, value, each in (fact for fact in facts if len(fact) == 3) if value == attribute]
+    holders = [
+        (node, each)
+        for node, value, each in (fact for fact in facts if len(fact) == 3)
+        if value == attribute
+    ]
     assert sorted(each for _, each in holders) == ["+", "-"]
     ((holder, true_sign),) = [(node, each) for node, each in holders if node in ways]
     path, answer = ways[holder], "true" if sign == true_sign else "false"
@@ -77,18 +85,24 @@ def test_the_path_leads_to_the_answer(hops: int) -> None:
         check_item(item)
         facts, (name, *_) = parse(item)
         assert len(item.steps) == hops == len(item.off_path)
-        for each in chains.NAMES:  # both chains have one class above the one with the asked attribute
+        for (
+            each
+        ) in chains.NAMES:  # both chains have one class above the one with the asked attribute
             assert len(reach(facts, each)) == hops + 1
         assert not set(words(item.off_path).split()) & reach(facts, name).keys()
         attributes = Counter(fact[0] for fact in facts if len(fact) == 3)
-        assert set(attributes.values()) == {1}  # one attribute a class, and of the names only at one hop
+        assert set(attributes.values()) == {
+            1
+        }  # one attribute a class, and of the names only at one hop
         assert attributes.keys() - chains.NAMES == {fact[1] for fact in facts if len(fact) == 2}
         assert (attributes.keys() >= set(chains.NAMES)) == (hops == 1)
 
 
 def test_a_written_item() -> None:
     (item,) = draw(1, 1, 1)
-    assert words(item.question) == "<q> n0 -p23 | c2 p10 | c10 p7 | n1 c2 | n1 p23 | n0 c10 ? n0 -p23"
+    assert (
+        words(item.question) == "<q> n0 -p23 | c2 p10 | c10 p7 | n1 c2 | n1 p23 | n0 c10 ? n0 -p23"
+    )
     assert [words(step) for step in item.steps] == ["n0 -p23 ;"]
     assert words(item.anchors + item.answer + item.off_path) == "true true c2"
 
@@ -102,11 +116,22 @@ def count_features(items: list[Item]) -> tuple[np.ndarray, np.ndarray]:
     rows = []
     for item in items:
         facts, (name, attribute, sign) = parse(item)
-        row = [chains.NAMES.index(name), sign == "+", sum(fact[-1] == "+" for fact in facts), len(facts)]
-        holders = {fact[2] == sign: (fact[0], place) for place, fact in enumerate(facts) if fact[1] == attribute}
+        row = [
+            chains.NAMES.index(name),
+            sign == "+",
+            sum(fact[-1] == "+" for fact in facts),
+            len(facts),
+        ]
+        holders = {
+            fact[2] == sign: (fact[0], place)
+            for place, fact in enumerate(facts)
+            if fact[1] == attribute
+        }
         for node, place in (holders[True], holders[False], (name, 0)):
             places = [index for index, fact in enumerate(facts) if node in fact]
-            above = next(index for index, fact in enumerate(facts) if fact[0] == node and len(fact) == 2)
+            above = next(
+                index for index, fact in enumerate(facts) if fact[0] == node and len(fact) == 2
+            )
             row += [places[0], places[-1], place, above, len(places)]
         rows.append(row)
     return np.array(rows, float), np.array([words(item.answer) == "true" for item in items])
@@ -117,7 +142,9 @@ def check_balance(items: list[Item], train_count: int) -> None:
     features, is_true = count_features(items)
     first, second = features[:10_000, 4:9], features[:10_000, 9:14]
     truth = is_true[:10_000, None]
-    rules = np.column_stack([np.sign(first - second), features[:10_000, :2] * 2 - 1, np.ones(len(truth))])
+    rules = np.column_stack(
+        [np.sign(first - second), features[:10_000, :2] * 2 - 1, np.ones(len(truth))]
+    )
     accuracies = ((rules * np.where(truth, 1, -1) + 1) / 2).mean(axis=0)  # a tie counts as one half
     assert abs(accuracies - 0.5).max() < 0.02, accuracies
     assert probe_accuracy(features, is_true, train_count) < 0.53
@@ -139,7 +166,11 @@ def test_the_balance_check_finds_a_shortcut() -> None:
     def state_first(item: Item) -> Item:
         fact = item.steps[-1][:-1]
         facts = [item.question[start : start + 2] for start in range(1, len(item.question) - 3, 3)]
-        body = [token for each in (fact, *(each for each in facts if each != fact)) for token in (*each, SEPARATOR)]
+        body = [
+            token
+            for each in (fact, *(each for each in facts if each != fact))
+            for token in (*each, SEPARATOR)
+        ]
         return item._replace(question=[0, *body[:-1], *item.question[-3:]])
 
     items = [state_first(item) for item in draw(2000, 2, 4)]
@@ -154,13 +185,17 @@ def test_items_depend_on_the_generator_alone() -> None:
     hops = Counter(len(item.steps) for item in items)
     assert all(abs(hops[h] - 500) < 100 for h in range(1, 7)) and len(hops) == 6
     used = Counter(token for item in items for token in item.question)
-    assert len(used) == len(VOCABULARY) - len(MARKERS) + 1 - 3  # <q> and all words but true, false, ;
+    assert (
+        len(used) == len(VOCABULARY) - len(MARKERS) + 1 - 3
+    )  # <q> and all words but true, false, ;
 
 
 def test_the_vocabulary_is_small_and_hops_are_checked() -> None:
     assert len(VOCABULARY) == len(set(VOCABULARY)) <= 160
     assert draw(1, 11, 11)
-    with pytest.raises(ValueError, match="hops 1 to 12 are out of range: give 1 <= min <= max <= 11"):
+    with pytest.raises(
+        ValueError, match="hops 1 to 12 are out of range: give 1 <= min <= max <= 11"
+    ):
         draw(1, 1, 12)
 
 
@@ -201,7 +236,12 @@ def test_prontoqa_keeps_its_facts_and_its_path(tmp_path: Path) -> None:
             "unknown sentence 'Each yumpus is not a",
         ),
         ("question", "True or false:", "Is it true:", "has no 'True or false:'"),
-        ("question", "Each yumpus is a lorpus.", "Each yumpus is a rompus.", "do not lead to 'Stella is not floral.'"),
+        (
+            "question",
+            "Each yumpus is a lorpus.",
+            "Each yumpus is a rompus.",
+            "do not lead to 'Stella is not floral.'",
+        ),
         ("answer", "False", "True", "answer 'True' contradicts the steps: expected false"),
         ("steps", None, None, "'steps'"),
     ],

@@ -41,19 +41,30 @@ def words(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 @pytest.mark.parametrize(
     ("task", "steps"),
     [
-        ("gsm8k", ["Janet sells 16 - 3 - 4 = 9 duck eggs a day.\n", "She makes 9 * 2 = $18 every day at the farmer’s"]),
+        (
+            "gsm8k",
+            [
+                "Janet sells 16 - 3 - 4 = 9 duck eggs a day.\n",
+                "She makes 9 * 2 = $18 every day at the farmer’s",
+            ],
+        ),
         ("gsm8k-equations", ["<<16-3-4=9>>\n", "<<9*2=18>>\n"]),
     ],
 )
-def test_the_first_gsm8k_test_problem_is_labelled_16_and_3(task: str, steps: list[str], tokenizer: Tokenizer) -> None:
+def test_the_first_gsm8k_test_problem_is_labelled_16_and_3(
+    task: str, steps: list[str], tokenizer: Tokenizer
+) -> None:
     item = load_items(task, EXCERPTS / FILES[task], tokenizer)[0]
     assert words(tokenizer, item.anchors) == " 16| 3| 4| 9| 9| 2| 18"
     question = tokenizer.decode(item.question)
-    assert question.startswith("Janet’s ducks lay 16 eggs per day.") and question.endswith("farmers' market?\n")
+    assert question.startswith("Janet’s ducks lay 16 eggs per day.") and question.endswith(
+        "farmers' market?\n"
+    )
     decoded = [tokenizer.decode(step) for step in item.steps]
-    assert [text.startswith(step) and text.endswith("\n") for text, step in zip(decoded, steps, strict=True)] == [
-        True
-    ] * 2
+    assert [
+        text.startswith(step) and text.endswith("\n")
+        for text, step in zip(decoded, steps, strict=True)
+    ] == [True] * 2
     assert tokenizer.decode(item.answer) == " 18"
     assert item.off_path == []  # every number of the question that is written in digits is used
 
@@ -67,23 +78,47 @@ def test_equations_of_the_annotated_file_are_the_published_ones() -> None:
         trace, _, answer = line.rpartition(" #### ")
         assert f"{problem.question}||{' '.join(problem.steps)}" == trace
         assert problem.answer == answer.replace(",", "")
-    assert [problem.answer for problem in derived] == ["18", "3", "70000", "540", "114200", "5", "25"]
+    assert [problem.answer for problem in derived] == [
+        "18",
+        "3",
+        "70000",
+        "540",
+        "114200",
+        "5",
+        "25",
+    ]
     plain = load_problems("gsm8k", annotated)
-    assert [each._replace(steps=()) for each in plain] == [each._replace(steps=()) for each in derived]
+    assert [each._replace(steps=()) for each in plain] == [
+        each._replace(steps=()) for each in derived
+    ]
     rows = [json.loads(line) for line in annotated.read_text("utf-8").splitlines()]
-    for problem, row in zip(plain, rows, strict=True):  # a step is a line; what is in <<…>> is not part of it
+    for problem, row in zip(
+        plain, rows, strict=True
+    ):  # a step is a line; what is in <<…>> is not part of it
         assert len(problem.steps) == sum(map(bool, row["answer"].split("\n"))) - 1
         assert not any("<<" in step for step in problem.steps)
-    assert [len(problem.steps) for problem in derived][-2:] == [0, 3]  # the first without a calculator annotation
+    assert [len(problem.steps) for problem in derived][-2:] == [
+        0,
+        3,
+    ]  # the first without a calculator annotation
 
 
 def test_prontoqa_is_labelled_with_its_name_and_classes(tokenizer: Tokenizer) -> None:
     path = EXCERPTS / FILES["prontoqa"]
     problem, item = load_problems("prontoqa", path)[0], load_items("prontoqa", path, tokenizer)[0]
-    assert find_nodes("\n".join(problem.steps)) == ["Stella", "zumpus", "gorpus", "rompus", "yumpus", "lorpus"]
+    assert find_nodes("\n".join(problem.steps)) == [
+        "Stella",
+        "zumpus",
+        "gorpus",
+        "rompus",
+        "yumpus",
+        "lorpus",
+    ]
     assert words(tokenizer, item.anchors) == " Stella| z| g| r| y| l"
     assert words(tokenizer, item.off_path) == " br| sh| gr| dump| le| imp| w| ster| v"
-    assert [tokenizer.decode(step) for step in item.steps] == [f"{step}\n" for step in problem.steps]
+    assert [tokenizer.decode(step) for step in item.steps] == [
+        f"{step}\n" for step in problem.steps
+    ]
     assert tokenizer.decode(item.answer) == " False"
 
 
@@ -104,7 +139,9 @@ def test_prosqa_is_labelled_with_the_path_of_its_graph(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("task", DATASETS)
-def test_off_path_tokens_are_in_the_question_and_are_no_labels(task: str, tokenizer: Tokenizer) -> None:
+def test_off_path_tokens_are_in_the_question_and_are_no_labels(
+    task: str, tokenizer: Tokenizer
+) -> None:
     for item in load_items(task, EXCERPTS / FILES[task], tokenizer):
         assert len(set(item.off_path)) == len(item.off_path)
         assert not set(item.off_path) & set(item.anchors)
@@ -145,7 +182,9 @@ def test_a_batch_is_encoded_as_its_parts(tokenizer: Tokenizer) -> None:
     assert (second.steps, second.anchors, second.answer) == ([], [], tokenizer.encode(" x y"))
 
 
-def test_splits_are_found_in_the_folder_and_in_the_folder_above(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_splits_are_found_in_the_folder_and_in_the_folder_above(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     folder = tmp_path / "icot_gsm8k"
     folder.mkdir()
     source = EXCERPTS / FILES["gsm8k-equations"]
@@ -153,42 +192,134 @@ def test_splits_are_found_in_the_folder_and_in_the_folder_above(tmp_path: Path, 
     lines = source.read_bytes().splitlines(keepends=True)
     (folder / "train_eq_noaug_derived.txt.gz").write_bytes(gzip.compress(b"".join(lines[:2])))
     for place in (folder, tmp_path):
-        assert [len(load_items("gsm8k-equations", place, tokenizer, split)) for split in ("train", "test")] == [2, 7]
+        assert [
+            len(load_items("gsm8k-equations", place, tokenizer, split))
+            for split in ("train", "test")
+        ] == [2, 7]
     (folder / "train.txt").write_bytes(lines[0])  # the augmented file comes first
     assert len(load_items("gsm8k-equations", tmp_path, tokenizer, "train")) == 1
     for split in ("valid", "dev"):
-        with pytest.raises(ValueError, match=r"no split .* the splits are: train \(train.txt\), test \(test.txt\);"):
+        with pytest.raises(
+            ValueError, match=r"no split .* the splits are: train \(train.txt\), test \(test.txt\);"
+        ):
             load_problems("gsm8k-equations", tmp_path, split)
-    with pytest.raises(ValueError, match=r"prosqa has no split 'train' .* are: none; .*prosqa_train\.json"):
+    with pytest.raises(
+        ValueError, match=r"prosqa has no split 'train' .* are: none; .*prosqa_train\.json"
+    ):
         load_problems("prosqa", tmp_path, "train")
 
 
 GOOD_ROW = b'{"question": "1+1?", "answer": "1+1=2\\n#### 2"}\n'
 LOGIC = '[{"question": "Is Max a wumpus?", "steps": %s, "answer": "Yes"}]'
 BAD_FILES = [
-    ("gsm8k", "a.jsonl", GOOD_ROW + b'{"question": "1+1?"}\n', r"line 2 has no 'answer': expected a text"),
+    (
+        "gsm8k",
+        "a.jsonl",
+        GOOD_ROW + b'{"question": "1+1?"}\n',
+        r"line 2 has no 'answer': expected a text",
+    ),
     ("gsm8k", "a.jsonl", GOOD_ROW + b'\n{"question": \n', r"line 3 is not JSON"),
-    ("gsm8k", "a.jsonl", b'{"question": 5, "answer": "#### 2"}', r"line 1 has 5 as 'question': expected a text"),
-    ("gsm8k", "a.jsonl", b'{"question": " ", "answer": "#### 2"}', r"line 1 has ' ' as 'question': expected a text"),
-    ("gsm8k", "a.jsonl", b'{"question": "\\ud800", "answer": "#### 2"}', r"line 1 has '.ud800' as 'question'"),
+    (
+        "gsm8k",
+        "a.jsonl",
+        b'{"question": 5, "answer": "#### 2"}',
+        r"line 1 has 5 as 'question': expected a text",
+    ),
+    (
+        "gsm8k",
+        "a.jsonl",
+        b'{"question": " ", "answer": "#### 2"}',
+        r"line 1 has ' ' as 'question': expected a text",
+    ),
+    (
+        "gsm8k",
+        "a.jsonl",
+        b'{"question": "\\ud800", "answer": "#### 2"}',
+        r"line 1 has '.ud800' as 'question'",
+    ),
     ("gsm8k", "a.jsonl", b'["question"]', r"line 1 is not JSON of this form \(an array\)"),
-    ("gsm8k", "a.jsonl", b'{"question": "1?", "answer": "2"}', r"line 1 ends in '2': expected '#### ' and"),
-    ("gsm8k", "a.jsonl", b'{"question": "1?", "answer": "#### "}', r"line 1 ends in '#### ': expected"),
-    ("gsm8k", "a.jsonl", b'{"question": "\xff", "answer": "#### 2"}', r"byte 14 \(0xff\) is not UTF-8: convert"),
-    ("gsm8k", "a.jsonl", b"", r"holds no problem: expected at least one of gsm8k; make or fetch it again"),
+    (
+        "gsm8k",
+        "a.jsonl",
+        b'{"question": "1?", "answer": "2"}',
+        r"line 1 ends in '2': expected '#### ' and",
+    ),
+    (
+        "gsm8k",
+        "a.jsonl",
+        b'{"question": "1?", "answer": "#### "}',
+        r"line 1 ends in '#### ': expected",
+    ),
+    (
+        "gsm8k",
+        "a.jsonl",
+        b'{"question": "\xff", "answer": "#### 2"}',
+        r"byte 14 \(0xff\) is not UTF-8: convert",
+    ),
+    (
+        "gsm8k",
+        "a.jsonl",
+        b"",
+        r"holds no problem: expected at least one of gsm8k; make or fetch it again",
+    ),
     ("gsm8k", "a.jsonl.gz", GOOD_ROW, r"is not a sound gzip file .*: make or fetch it again"),
-    ("gsm8k", "a.csv", GOOD_ROW, r"ends in '.csv': expected .jsonl, .json or .txt \(.gz\); convert it"),
-    ("gsm8k", "a.jsonl", GOOD_ROW.replace(b"1+1=2", b"x"), r"no trace of 1 problems has a word for a slot"),
-    ("gsm8k-equations", "a.txt", b"1?||<<1+1=2>> #### 2\n1+1?\n", r"line 2 has '' as 'answer': expected a text"),
-    ("gsm8k-equations", "a.txt", b"1?||<<1+1=2>> 2\n", r"line 1 ends in '<<1\+1=2>> 2': expected '#### '"),
-    ("gsm8k-equations", "a.txt", b"1?||So 1+1=2. #### 2", r"no trace of 1 problems has a word for a slot"),
-    ("gsm8k-equations", "a.txt", b"||<<1+1=2>> #### 2", r"line 1 has '' as 'question': expected a text"),
+    (
+        "gsm8k",
+        "a.csv",
+        GOOD_ROW,
+        r"ends in '.csv': expected .jsonl, .json or .txt \(.gz\); convert it",
+    ),
+    (
+        "gsm8k",
+        "a.jsonl",
+        GOOD_ROW.replace(b"1+1=2", b"x"),
+        r"no trace of 1 problems has a word for a slot",
+    ),
+    (
+        "gsm8k-equations",
+        "a.txt",
+        b"1?||<<1+1=2>> #### 2\n1+1?\n",
+        r"line 2 has '' as 'answer': expected a text",
+    ),
+    (
+        "gsm8k-equations",
+        "a.txt",
+        b"1?||<<1+1=2>> 2\n",
+        r"line 1 ends in '<<1\+1=2>> 2': expected '#### '",
+    ),
+    (
+        "gsm8k-equations",
+        "a.txt",
+        b"1?||So 1+1=2. #### 2",
+        r"no trace of 1 problems has a word for a slot",
+    ),
+    (
+        "gsm8k-equations",
+        "a.txt",
+        b"||<<1+1=2>> #### 2",
+        r"line 1 has '' as 'question': expected a text",
+    ),
     ("gsm8k-equations", "a.txt", b"\n\n", r"holds no problem"),
     ("prontoqa", "a.json", b"[]", r"holds no problem: expected at least one of prontoqa"),
     ("prontoqa", "a.json", b"[{]", r"is not a JSON array"),
-    ("prosqa", "a.json", (LOGIC % '"a"').encode(), r"item 1 has 'a' as 'steps': expected a list of texts"),
-    ("prosqa", "a.json", (LOGIC % '["a", 1]').encode(), r"item 1 has \['a', 1\] as 'steps': expected a list"),
-    ("prosqa", "a.json", b'[{"question": "1?", "answer": "2"}]', r"item 1 has no 'steps': expected a list"),
+    (
+        "prosqa",
+        "a.json",
+        (LOGIC % '"a"').encode(),
+        r"item 1 has 'a' as 'steps': expected a list of texts",
+    ),
+    (
+        "prosqa",
+        "a.json",
+        (LOGIC % '["a", 1]').encode(),
+        r"item 1 has \['a', 1\] as 'steps': expected a list",
+    ),
+    (
+        "prosqa",
+        "a.json",
+        b'[{"question": "1?", "answer": "2"}]',
+        r"item 1 has no 'steps': expected a list",
+    ),
     ("prosqa", "a.json", b'{"question": "1?"}', r"item 1 has no 'answer': expected a text"),
 ]
 
@@ -204,7 +335,11 @@ def test_bad_files_get_one_line(
 
 
 def test_unknown_tasks_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown task 'gsm8' \(did you mean gsm8k.*expected one of gsm8k, "):
+    with pytest.raises(
+        ValueError, match=r"unknown task 'gsm8' \(did you mean gsm8k.*expected one of gsm8k, "
+    ):
         load_problems("gsm8", tmp_path)
-    with pytest.raises(ValueError, match=r"no file or folder '.*a.json': give a file of prosqa, or a folder"):
+    with pytest.raises(
+        ValueError, match=r"no file or folder '.*a.json': give a file of prosqa, or a folder"
+    ):
         load_problems("prosqa", tmp_path / "a.json")

@@ -16,7 +16,14 @@ from adlm.reasoning.items import MARKERS
 from adlm.reasoning.tasks import ItemBatch, ItemBatches, Task, open_task
 from tests.reasoning.test_sudoku import make_boards, write
 
-TINY = ["model.dim=32", "model.heads=2", "model.denoiser_layers=2", "log.show=false", "device=cpu", "valid.rows=10"]
+TINY = [
+    "model.dim=32",
+    "model.heads=2",
+    "model.denoiser_layers=2",
+    "log.show=false",
+    "device=cpu",
+    "valid.rows=10",
+]
 HOLE = -1  # in layouts of arithmetic
 TINY += ["steps=2", "batch=4", "reasoning.tests=3"]
 
@@ -31,10 +38,14 @@ def boards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_config(task: str, arm: str, boards: Path, *changes: str) -> Config:
     path = [f"reasoning.path={boards}"] if task == "sudoku" else []
-    return load_config(None, f"reasoning.task={task}", f"reasoning.arm={arm}", "folder=run", *TINY, *path, *changes)
+    return load_config(
+        None, f"reasoning.task={task}", f"reasoning.arm={arm}", "folder=run", *TINY, *path, *changes
+    )
 
 
-def open_objective(task: str, arm: str, boards: Path, sampler: str = "confidence") -> tuple[Task, HoleObjective]:
+def open_objective(
+    task: str, arm: str, boards: Path, sampler: str = "confidence"
+) -> tuple[Task, HoleObjective]:
     config = make_config(task, arm, boards)
     opened = open_task(config.reasoning)
     return opened, HoleObjective.from_config(config, opened, sampler=sampler)
@@ -50,25 +61,36 @@ def draw_batch(task: Task, rows: int, seed: int = 0) -> ItemBatch:
 
 
 def spell(task: Task, ids: list[int]) -> str:
-    return " ".join("_" if token == HOLE else str(task.tokenizer.bpe.id_to_token(token)) for token in ids)
+    return " ".join(
+        "_" if token == HOLE else str(task.tokenizer.bpe.id_to_token(token)) for token in ids
+    )
 
 
 def test_the_holes_of_arithmetic_follow_from_the_question(boards: Path) -> None:
     task, objective = open_objective("arithmetic", "mdlm", boards)
     question = task.encode_question("b = a - 9 | a = 13 + 4 ? b")
-    assert spell(task, objective.task.lay_out(question)) == "<q> b = a - 9 | a = 13 + 4 ? b <r>" + " _" * 11
+    assert (
+        spell(task, objective.task.lay_out(question))
+        == "<q> b = a - 9 | a = 13 + 4 ? b <r>" + " _" * 11
+    )
     for item in task.draw(0, 1, 64):
         tokens, prompt = objective.task.complete(item), [*item.question, MARKERS.index("<r>")]
-        assert objective.task.lay_out(item.question) == prompt + [HOLE] * (len(tokens) - len(prompt))
+        assert objective.task.lay_out(item.question) == prompt + [HOLE] * (
+            len(tokens) - len(prompt)
+        )
         solution = spell(task, tokens[len(prompt) :])
-        assert solution.endswith(f"; <a> {spell(task, item.answer)} <e>") and solution.count(";") == len(item.steps)
+        assert solution.endswith(f"; <a> {spell(task, item.answer)} <e>") and solution.count(
+            ";"
+        ) == len(item.steps)
         assert objective.task.find_answer(tokens) == item.answer
 
 
 def test_a_sudoku_is_one_row_whose_empty_cells_are_holes(boards: Path) -> None:
     task, objective = open_objective("sudoku", "mdlm", boards)
     puzzles, solutions = make_boards(3)
-    for item, puzzle, solution in zip(sudoku.make_items(puzzles, solutions), puzzles, solutions, strict=True):
+    for item, puzzle, solution in zip(
+        sudoku.make_items(puzzles, solutions), puzzles, solutions, strict=True
+    ):
         row = spell(task, objective.task.lay_out(item.question))
         assert row == " ".join(map(str, puzzle)).replace("0", spell(task, [objective.task.hole]))
         assert spell(task, objective.task.complete(item)) == " ".join(map(str, solution))
@@ -113,7 +135,9 @@ def test_noise_does_not_depend_on_how_a_batch_is_split(boards: Path) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLINGS)
 @pytest.mark.parametrize("name", ["arithmetic", "sudoku"])
-def test_samplers_fill_all_holes_and_rows_do_not_see_each_other(name: str, sampler: str, boards: Path) -> None:
+def test_samplers_fill_all_holes_and_rows_do_not_see_each_other(
+    name: str, sampler: str, boards: Path
+) -> None:
     task, objective = open_objective(name, "adlm", boards, sampler)
     model = build_model(task, "adlm", boards)
     with torch.no_grad():
@@ -126,8 +150,15 @@ def test_samplers_fill_all_holes_and_rows_do_not_see_each_other(name: str, sampl
         assert len(result.tokens) == holes and task.tokenizer.mask_id not in result.tokens
         if name == "sudoku":  # the givens stay
             assert result.answer is not None
-            assert all(cell in (objective.task.hole, filled) for cell, filled in zip(row, result.answer, strict=True))
-        expected = {"confidence_8": min(8, holes), "entropy_bounded": result.passes, "ancestral": result.passes}
+            assert all(
+                cell in (objective.task.hole, filled)
+                for cell, filled in zip(row, result.answer, strict=True)
+            )
+        expected = {
+            "confidence_8": min(8, holes),
+            "entropy_bounded": result.passes,
+            "ancestral": result.passes,
+        }
         assert result.passes == expected.get(sampler, holes) <= holes
     for count in (1, 2):
         assert fill_holes(model, objective, questions[:count]) == results[:count]
@@ -136,9 +167,13 @@ def test_samplers_fill_all_holes_and_rows_do_not_see_each_other(name: str, sampl
 @pytest.mark.parametrize("name", ["arithmetic", "sudoku"])
 def test_an_overfitted_model_fills_in_the_solutions(name: str, boards: Path) -> None:
     task, objective = open_objective(name, "adlm", boards)
-    model = build_model(task, "adlm", boards, "model.dim=64", "model.positions=learned", "model.dropout=0")
+    model = build_model(
+        task, "adlm", boards, "model.dim=64", "model.positions=learned", "model.dropout=0"
+    )
     batch = draw_batch(task, 4)
-    batch = replace(batch, items=batch.items[:2] + batch.items[1::-1])  # a row's place decides how much is hidden
+    batch = replace(
+        batch, items=batch.items[:2] + batch.items[1::-1]
+    )  # a row's place decides how much is hidden
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(1, 121):
         loss = training_loss(model, objective.corrupt(batch, 0, step), anchor_weight=3e-3)
@@ -149,8 +184,12 @@ def test_an_overfitted_model_fills_in_the_solutions(name: str, boards: Path) -> 
     assert [result.answer for result in results] == [item.answer for item in batch.items]
 
 
-@pytest.mark.parametrize(("task", "arm"), [("sudoku", "adlm"), ("sudoku", "no_cot"), ("arithmetic", "mdlm")])
-def test_arms_train_and_are_evaluated_as_all_others(task: str, arm: str, boards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "arm"), [("sudoku", "adlm"), ("sudoku", "no_cot"), ("arithmetic", "mdlm")]
+)
+def test_arms_train_and_are_evaluated_as_all_others(
+    task: str, arm: str, boards: Path, tmp_path: Path
+) -> None:
     path = [f"reasoning.path={boards}"] if task == "sudoku" else []
     run = runs.train(task, arm, "reason", *TINY, *path, f"folder={tmp_path}")
     assert run.step == 2 and 0 <= run.valid["val/accuracy"] <= 1
@@ -168,7 +207,9 @@ def test_arms_train_and_are_evaluated_as_all_others(task: str, arm: str, boards:
         if task == "sudoku":
             reply = runs.ask(tmp_path, puzzle)
             assert reply["answer"].replace(" ", "").startswith("53") and reply["passes"] == 81 - 3
-            with pytest.raises(ValueError, match=r"80 cells\) is no Sudoku: give 81 digits row by row"):
+            with pytest.raises(
+                ValueError, match=r"80 cells\) is no Sudoku: give 81 digits row by row"
+            ):
                 runs.ask(tmp_path, puzzle[1:])
     shape = runs.load_run(tmp_path).model.config
     assert (shape.anchor_layers, shape.denoiser_layers, shape.is_causal) == {
@@ -180,8 +221,14 @@ def test_bad_settings_get_one_line(boards: Path) -> None:
     cases = {
         ("graphs",): "unknown task of arm mdlm 'graphs': expected one of arithmetic, sudoku",
         ("arithmetic", "reasoning.samplers=[confidance]"): "unknown sampler of holes 'confidance'",
-        ("arithmetic", "reasoning.samplers=[]"): "reasoning.samplers is empty: give at least one of confidence",
-        ("arithmetic", "init=somewhere"): "init=somewhere: arm mdlm is trained from scratch; leave init out",
+        (
+            "arithmetic",
+            "reasoning.samplers=[]",
+        ): "reasoning.samplers is empty: give at least one of confidence",
+        (
+            "arithmetic",
+            "init=somewhere",
+        ): "init=somewhere: arm mdlm is trained from scratch; leave init out",
     }
     for (name, *changes), message in cases.items():
         config = make_config(name, "mdlm", boards, *changes)

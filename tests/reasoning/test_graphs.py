@@ -22,7 +22,14 @@ recode = partial(recode_problems, "prosqa", recode=graphs.recode_prosqa)
 VOCABULARY = (*MARKERS, *graphs.WORDS)
 ZERO = VOCABULARY.index("0")
 SYMBOLS = len(graphs.SYMBOLS)
-TABLE_COUNTS = ("in-degree", "out-degree", "ancestors", "descendants", "first position", "last position")
+TABLE_COUNTS = (
+    "in-degree",
+    "out-degree",
+    "ancestors",
+    "descendants",
+    "first position",
+    "last position",
+)
 
 
 def draw(count: int, min_hops: int, max_hops: int, seed: int = 0) -> list[Item]:
@@ -68,7 +75,9 @@ def check_item(item: Item) -> tuple[list[tuple[str, ...]], str, str]:
     assert set(pairwise(path)) <= set(edges)
     assert len(set(item.off_path)) == len(item.off_path) >= len(item.anchors)
     assert set(item.off_path) <= set(item.question)
-    assert not {*item.question[-3:], *item.anchors} & set(item.off_path)  # nor the distractor, which gives all away
+    assert not {*item.question[-3:], *item.anchors} & set(
+        item.off_path
+    )  # nor the distractor, which gives all away
     return edges, target, distractor
 
 
@@ -93,8 +102,13 @@ def test_the_target_is_reached_and_the_distractor_is_not(hops: int) -> None:
 def test_a_written_item() -> None:
     """The counts are those of the drawing: 0 → 3 → 5 → 7 and 1 → 4 → 6 → 8."""
     question = "<q> 3 5 | 1 4 | 0 3 | 6 8 | 5 7 | 4 6 ? 0 8 7"
-    ids = [[VOCABULARY.index(word) for word in text.split()] for text in (question, "0 3 ;", "3 5 ;", "5 7 ;", "3 5 7")]
-    item = Item(ids[0], ids[1:4], ids[4], ids[4][-1:], [VOCABULARY.index(word) for word in ("4", "6", "1")])
+    ids = [
+        [VOCABULARY.index(word) for word in text.split()]
+        for text in (question, "0 3 ;", "3 5 ;", "5 7 ;", "3 5 7")
+    ]
+    item = Item(
+        ids[0], ids[1:4], ids[4], ids[4][-1:], [VOCABULARY.index(word) for word in ("4", "6", "1")]
+    )
     edges, target, distractor = check_item(item)
     assert (len(edges), target, distractor) == (6, "7", "8")
     counts, is_first = count_features([item])
@@ -105,7 +119,9 @@ def test_a_written_item() -> None:
 def count_features(items: list[Item]) -> tuple[np.ndarray, np.ndarray]:
     """Counts [item, root and two options, kind] in the order of TABLE_COUNTS, and whether the first option is right."""
     sizes = np.array([(len(item.question) - 4) // 3 for item in items])
-    tokens = np.array([token for item in items for token in (*item.question[1:-4], 0)]).reshape(-1, 3)
+    tokens = np.array([token for item in items for token in (*item.question[1:-4], 0)]).reshape(
+        -1, 3
+    )
     row, (source, target) = np.arange(len(items)).repeat(sizes), tokens[:, :2].T - ZERO
     nodes = np.array([item.question[-3:] for item in items]) - ZERO
     position = np.arange(len(row)) - (sizes.cumsum() - sizes).repeat(sizes)
@@ -126,7 +142,9 @@ def count_features(items: list[Item]) -> tuple[np.ndarray, np.ndarray]:
             before = reached
             reached = before | (((neighbors & before[..., None]) != 0) * bits).sum(axis=2)
         counts[kind] = ((reached[..., None] & bits) != 0).sum(axis=2) - 1
-    return counts.transpose(1, 2, 0), np.array([item.question[-2] == item.answer[0] for item in items])
+    return counts.transpose(1, 2, 0), np.array(
+        [item.question[-2] == item.answer[0] for item in items]
+    )
 
 
 def probe_features(counts: np.ndarray, items: list[Item]) -> np.ndarray:
@@ -138,7 +156,9 @@ def probe_features(counts: np.ndarray, items: list[Item]) -> np.ndarray:
 def shortcut_accuracies(counts: np.ndarray, is_first: np.ndarray) -> dict[str, float]:
     """Share of items that "the option with the larger count" answers, a tie counted as one half."""
     difference = np.sign(counts[:, 1] - counts[:, 2]) * np.where(is_first, 1, -1)[:, None]
-    return dict(zip(TABLE_COUNTS, (difference + 1).mean(axis=0) / 2)) | {"first option": float(is_first.mean())}
+    return dict(zip(TABLE_COUNTS, (difference + 1).mean(axis=0) / 2)) | {
+        "first option": float(is_first.mean())
+    }
 
 
 def check_balance(items: list[Item], train_count: int) -> None:
@@ -238,7 +258,11 @@ def test_graphs_are_written_as_prosqa(tmp_path: Path) -> None:
         subjects, objects = ({fact.split()[place] for fact in facts} for place in (0, 3))
         assert query.split()[1] in subjects - objects and subjects - objects <= set(graphs.NAMES)
         assert objects <= set(graphs.CONCEPTS)
-    published = {symbol for record in json.loads(EXCERPT.read_text("utf-8")) for symbol in record["idx_to_symbol"]}
+    published = {
+        symbol
+        for record in json.loads(EXCERPT.read_text("utf-8"))
+        for symbol in record["idx_to_symbol"]
+    }
     assert published <= {*graphs.NAMES, *graphs.CONCEPTS}
     assert (len(set(graphs.NAMES)), len(set(graphs.CONCEPTS))) == (17, 38)
 
@@ -246,10 +270,18 @@ def test_graphs_are_written_as_prosqa(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "change", "message"),
     [
-        ("question", lambda text: f"All is well. {text}", "problem 0: unknown sentence 'All is well.'"),
+        (
+            "question",
+            lambda text: f"All is well. {text}",
+            "problem 0: unknown sentence 'All is well.'",
+        ),
         ("question", lambda text: text.replace(" or ", " and "), "unknown sentence 'Is "),
         ("steps", lambda steps: steps[1:], "are no path of the facts"),
-        ("answer", lambda text: "Max is a rempus.", "answer 'Max is a rempus.' contradicts the steps"),
+        (
+            "answer",
+            lambda text: "Max is a rempus.",
+            "answer 'Max is a rempus.' contradicts the steps",
+        ),
         ("steps", None, "'steps'"),
     ],
 )

@@ -37,16 +37,40 @@ def test_a_gpt2_folder_is_fine_tuned_by_a_recipe(tmp_path: Path) -> None:
     if os.environ.get("ADLM_ALL") == "1":
         import transformers
     else:
-        transformers = pytest.importorskip("transformers", reason="transformers comes with the extra eval")
+        transformers = pytest.importorskip(
+            "transformers", reason="transformers comes with the extra eval"
+        )
     base = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2))
     base.save_pretrained(tmp_path / "gpt2")
-    transformers.GPT2TokenizerFast(tokenizer_object=load_tokenizer("gpt2").bpe).save_pretrained(tmp_path / "gpt2")
-    small = {"steps": 1, "batch": 2, "valid.rows": 2, "device": "cpu", "log.show": False, "optimizer.lr": 1e-9}
+    transformers.GPT2TokenizerFast(tokenizer_object=load_tokenizer("gpt2").bpe).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    small = {
+        "steps": 1,
+        "batch": 2,
+        "valid.rows": 2,
+        "device": "cpu",
+        "log.show": False,
+        "optimizer.lr": 1e-9,
+    }
     settings = {"init": str(tmp_path / "gpt2"), "folder": str(tmp_path / "run")}
-    train("prosqa", "acot", "reason-prosqa", **small, **settings, **{"reasoning.path": str(EXCERPT)})
+    train(
+        "prosqa", "acot", "reason-prosqa", **small, **settings, **{"reasoning.path": str(EXCERPT)}
+    )
     run = load_run(tmp_path / "run")
-    assert run.model.config.tied and run.model.config.positions == "learned" and run.objective.slots == 6
-    assert run.model.config.vocab_size == run.task.tokenizer.vocab_size > max(run.task.markers[1:]) >= 50_257
+    assert (
+        run.model.config.tied
+        and run.model.config.positions == "learned"
+        and run.objective.slots == 6
+    )
+    assert (
+        run.model.config.vocab_size
+        == run.task.tokenizer.vocab_size
+        > max(run.task.markers[1:])
+        >= 50_257
+    )
     theirs = base.transformer.wte.weight.detach()
     torch.testing.assert_close(run.model.embed.weight[:50_257], theirs, atol=1e-6, rtol=0)
-    torch.testing.assert_close(run.model.embed.weight[run.task.markers.slot], theirs.mean(0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        run.model.embed.weight[run.task.markers.slot], theirs.mean(0), atol=1e-6, rtol=0
+    )

@@ -51,7 +51,13 @@ def recipe() -> str:
 
 
 def arguments(folder: Path, arm: str, *changes: str, task: str = "arithmetic") -> list[str]:
-    return [recipe(), f"reasoning.task={task}", f"reasoning.arm={arm}", f"folder={folder}", *changes]
+    return [
+        recipe(),
+        f"reasoning.task={task}",
+        f"reasoning.arm={arm}",
+        f"folder={folder}",
+        *changes,
+    ]
 
 
 def run(folder: Path, arm: str, *changes: str, task: str = "arithmetic") -> Run:
@@ -63,19 +69,31 @@ CAUSAL = [name for name, arm in ARMS.items() if arm.holes is None]
 
 @pytest.mark.parametrize("arm", CAUSAL)
 def test_every_arm_trains(tmp_path: Path, arm: str) -> None:
-    done = run(tmp_path, arm, "steps=3", "reasoning.stage_steps=1", "checkpoint.every=3", "valid.every=3", "ema=null")
+    done = run(
+        tmp_path,
+        arm,
+        "steps=3",
+        "reasoning.stage_steps=1",
+        "checkpoint.every=3",
+        "valid.every=3",
+        "ema=null",
+    )
     assert done.step == 3 and 0 <= done.valid["val/accuracy"] <= 1
     assert math.isfinite(curve(tmp_path)[-1].get("train/loss", 0.0))
 
 
-@pytest.mark.parametrize("arm", ["cot", "icot", "acot_feedback", "acot_shuffled", "a2r_random", "simcot", "codi"])
+@pytest.mark.parametrize(
+    "arm", ["cot", "icot", "acot_feedback", "acot_shuffled", "a2r_random", "simcot", "codi"]
+)
 def test_ten_steps_are_five_and_five(tmp_path: Path, arm: str) -> None:
     straight, torn = tmp_path / "straight", tmp_path / "torn"
     changes = ("model.dropout=0.1",) if arm in ("cot", "simcot", "codi") else ()
     done = run(straight, arm, *changes)
     with crash_at(7):
         run(torn, arm, *changes)
-    assert checkpoint.read_state(torn / "checkpoints/latest")["step"] == 5, "nothing to resume from: the test is void"
+    assert checkpoint.read_state(torn / "checkpoints/latest")["step"] == 5, (
+        "nothing to resume from: the test is void"
+    )
     run(torn, arm, *changes)
     assert_same(torn, straight)
     assert 0 <= done.valid["val/accuracy"] == 1 - done.valid["val/error"] <= 1
@@ -88,11 +106,17 @@ def test_ten_steps_are_five_and_five(tmp_path: Path, arm: str) -> None:
     assert sum(right) / 4 == done.valid["val/accuracy"]
 
 
-def test_there_is_room_for_steps_beyond_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_room_for_steps_beyond_the_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(tmp_path, "acot", "steps=1")
     loaded, counts = load_run(tmp_path), []
-    monkeypatch.setattr(runs, "decode_greedily", lambda *_, **options: [counts.append(options["max_new_tokens"])])
-    for items in loaded.task.load_tests(1).values():  # 2, 3 and 4 hops, two of which the stages remove
+    monkeypatch.setattr(
+        runs, "decode_greedily", lambda *_, **options: [counts.append(options["max_new_tokens"])]
+    )
+    for items in loaded.task.load_tests(
+        1
+    ).values():  # 2, 3 and 4 hops, two of which the stages remove
         solve(loaded.model, loaded.task, loaded.objective, items)
     assert counts == [3 + 8, 3 + 4 + 8, 3 + 8 + 8]
 
@@ -104,8 +128,13 @@ def test_the_decoder_of_simcot_is_trained_and_checkpointed_but_no_part_of_the_mo
     run(tmp_path, "simcot", f"optimizer.name={optimizer}", "checkpoint.keep=3")
     early, late = tensors(tmp_path, "step-00000005"), tensors(tmp_path)
     names = {name for name in late if "decoder" in name}
-    assert {"weights.auxiliary.decoder.layer.qkv.weight", "weights.auxiliary.decoder.norm.weight"} <= names
-    assert not any(torch.equal(early[name], late[name]) for name in names if name.startswith("weights"))
+    assert {
+        "weights.auxiliary.decoder.layer.qkv.weight",
+        "weights.auxiliary.decoder.norm.weight",
+    } <= names
+    assert not any(
+        torch.equal(early[name], late[name]) for name in names if name.startswith("weights")
+    )
     saved = checkpoint.read_weights(tmp_path / "checkpoints/latest")
     assert not any("decoder" in name for name in saved)
     assert checkpoint.load_model(tmp_path).model.state_dict().keys() >= saved.keys()
@@ -113,7 +142,9 @@ def test_the_decoder_of_simcot_is_trained_and_checkpointed_but_no_part_of_the_mo
 
 def test_a_plain_run_has_the_names_of_its_model_alone(tmp_path: Path) -> None:
     run(tmp_path, "cot", "steps=2")
-    names = {name.removeprefix("weights.") for name in tensors(tmp_path) if name.startswith("weights.")}
+    names = {
+        name.removeprefix("weights.") for name in tensors(tmp_path) if name.startswith("weights.")
+    }
     assert names == checkpoint.load_model(tmp_path).model.state_dict().keys()
 
 
@@ -141,7 +172,9 @@ def test_two_processes_are_one(arm: str, tmp_path: Path) -> None:
 
 def test_sharded_weights_are_refused() -> None:
     errors = json.loads((run_in_two_processes() / "errors-0.json").read_text("utf-8"))
-    assert errors == {"fsdp": "ValueError: parallel.kind=fsdp shards weights, and one process decodes: use ddp"}
+    assert errors == {
+        "fsdp": "ValueError: parallel.kind=fsdp shards weights, and one process decodes: use ddp"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +186,34 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_settings(gsm8k: Path) -> tuple[str, ...]:
-    small = ("model.dim=null", "model.heads=null", "model.denoiser_layers=null", "model.dropout=null", "ema=null")
-    return f"reasoning.path={gsm8k}", "batch=2", "steps=2", "checkpoint.every=1", "valid.every=2", *small
+    small = (
+        "model.dim=null",
+        "model.heads=null",
+        "model.denoiser_layers=null",
+        "model.dropout=null",
+        "ema=null",
+    )
+    return (
+        f"reasoning.path={gsm8k}",
+        "batch=2",
+        "steps=2",
+        "checkpoint.every=1",
+        "valid.every=2",
+        *small,
+    )
 
 
 @pytest.fixture(scope="module")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny GPT-2 with random weights and a small vocabulary."""
-    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra eval")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers comes with the extra eval"
+    )
     texts = [(EXCERPTS / "text_gsm8k.jsonl").read_text("utf-8")]
     tokenizer = train_bpe(texts, VOCABULARY + 1, end_token=END_OF_TEXT)  # with the mask
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=640, n_embd=8, n_layer=1, n_head=2)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=640, n_embd=8, n_layer=1, n_head=2
+    )
     folder = tmp_path_factory.mktemp("models") / "gpt2"
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save(folder)
@@ -178,10 +228,18 @@ def test_a_gpt2_folder_is_extended_and_trained_and_resumed_without_it(
     shutil.copytree(gpt2_folder, init)
     run(folder, arm, *text_settings(gsm8k), f"init={init}", task="gsm8k")
     loaded = checkpoint.load_model(folder)
-    assert loaded.model.config.vocab_size == VOCABULARY + 6 + 1 and loaded.model.config.mask_id == VOCABULARY + 6
-    assert loaded.tokenizer is not None and loaded.tokenizer.decode([VOCABULARY, VOCABULARY + 5]) == "<r><p>"
+    assert (
+        loaded.model.config.vocab_size == VOCABULARY + 6 + 1
+        and loaded.model.config.mask_id == VOCABULARY + 6
+    )
+    assert (
+        loaded.tokenizer is not None
+        and loaded.tokenizer.decode([VOCABULARY, VOCABULARY + 5]) == "<r><p>"
+    )
     shutil.rmtree(init)
-    assert run(folder, arm, *text_settings(gsm8k), "steps=3", f"init={init}", task="gsm8k").step == 3
+    assert (
+        run(folder, arm, *text_settings(gsm8k), "steps=3", f"init={init}", task="gsm8k").step == 3
+    )
     again = load_run(folder)
     assert len(solve(again.model, again.task, again.objective, again.task.draw(0, 1, 2))) == 2
 
@@ -189,9 +247,13 @@ def test_a_gpt2_folder_is_extended_and_trained_and_resumed_without_it(
 def test_a_run_starts_from_a_causal_model_of_text(gsm8k: Path, tmp_path: Path) -> None:
     """Ids and weights of the base model stay; the markers follow them, and the mask follows the markers."""
     tokenizer = train_bpe([(EXCERPTS / "text_gsm8k.jsonl").read_text("utf-8")], VOCABULARY)
-    shape = ModelConfig(VOCABULARY, VOCABULARY - 1, dim=8, heads=2, denoiser_layers=1, length=640, is_causal=True)
+    shape = ModelConfig(
+        VOCABULARY, VOCABULARY - 1, dim=8, heads=2, denoiser_layers=1, length=640, is_causal=True
+    )
     base = LanguageModel(shape, seed=3)
-    checkpoint.export_model(LoadedModel(base, tokenizer, "ar", 0, "wrapped"), tmp_path / "base", is_quantized=False)
+    checkpoint.export_model(
+        LoadedModel(base, tokenizer, "ar", 0, "wrapped"), tmp_path / "base", is_quantized=False
+    )
     changes = *text_settings(gsm8k), f"init={tmp_path / 'base'}", "optimizer.lr=1e-9"
     run(tmp_path / "run", "acot_kept", *changes, task="gsm8k")
     loaded = checkpoint.load_model(tmp_path / "run")
@@ -209,9 +271,13 @@ def test_a_run_starts_from_a_causal_model_of_text(gsm8k: Path, tmp_path: Path) -
 def test_a_model_that_does_not_fit_is_refused(gsm8k: Path, tmp_path: Path) -> None:
     run_text(tmp_path / "text", "method=ar", "model.anchor_layers=null", "steps=1", "valid.every=1")
     init = f"init={tmp_path / 'text'}"
-    with pytest.raises(ValueError, match=r"a problem of gsm8k has \d+ tokens .* and the model takes 32: choose"):
+    with pytest.raises(
+        ValueError, match=r"a problem of gsm8k has \d+ tokens .* and the model takes 32: choose"
+    ):
         run(tmp_path / "long", "acot_kept", *text_settings(gsm8k), init, task="gsm8k")
-    with pytest.raises(ValueError, match="train on a text task, whose vocabulary is the model's, or without init"):
+    with pytest.raises(
+        ValueError, match="train on a text task, whose vocabulary is the model's, or without init"
+    ):
         run(tmp_path / "words", "cot", init)
     with pytest.raises(ValueError, match="is ar, and arm a2r trains a2r: choose another model"):
         run(tmp_path / "a2r", "a2r", init)
@@ -220,21 +286,41 @@ def test_a_model_that_does_not_fit_is_refused(gsm8k: Path, tmp_path: Path) -> No
 def test_a_run_starts_from_a_run_of_another_arm(tmp_path: Path) -> None:
     run(tmp_path / "cot", "cot", "steps=2")
     run(tmp_path / "acot", "acot", "steps=2", f"init={tmp_path / 'cot'}", "optimizer.lr=1e-9")
-    first, second = (checkpoint.load_model(tmp_path / arm).model.state_dict() for arm in ("cot", "acot"))
+    first, second = (
+        checkpoint.load_model(tmp_path / arm).model.state_dict() for arm in ("cot", "acot")
+    )
     torch.testing.assert_close(first, second)
     with crash_at(4):
         run(tmp_path / "acot", "acot", "steps=4", f"init={tmp_path / 'cot'}", "optimizer.lr=1e-9")
     shutil.rmtree(tmp_path / "cot")
-    assert run(tmp_path / "acot", "acot", "steps=4", f"init={tmp_path / 'cot'}", "optimizer.lr=1e-9").step == 4
+    assert (
+        run(
+            tmp_path / "acot", "acot", "steps=4", f"init={tmp_path / 'cot'}", "optimizer.lr=1e-9"
+        ).step
+        == 4
+    )
 
 
-TEXT_MODEL = ("model.dim=8", "model.heads=2", "model.denoiser_layers=1", "ema=null", "checkpoint.every=1")
+TEXT_MODEL = (
+    "model.dim=8",
+    "model.heads=2",
+    "model.denoiser_layers=1",
+    "ema=null",
+    "checkpoint.every=1",
+)
 
 
 def test_prosqa_without_a_training_file_trains_on_generated_problems(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     shutil.copy(EXCERPTS / "text_prosqa.json", tmp_path / "data/prosqa_test.json")
-    changes = *TEXT_MODEL, f"reasoning.path={tmp_path / 'data'}", "batch=2", "steps=1", "valid.rows=2", "valid.every=1"
+    changes = (
+        *TEXT_MODEL,
+        f"reasoning.path={tmp_path / 'data'}",
+        "batch=2",
+        "steps=1",
+        "valid.rows=2",
+        "valid.every=1",
+    )
     run(tmp_path / "run", "cot", *changes, task="prosqa")
     result = evaluate(tmp_path / "run", tests=1)
     assert result["training_problems"] == "generated" and result["tests"]["test"]["problems"] == 1
@@ -247,7 +333,9 @@ def test_prosqa_without_a_training_file_trains_on_generated_problems(tmp_path: P
     assert load_run(tmp_path / "run").task.encode_question("Is Tom a terpus or lempus?")
 
 
-def test_a_folder_with_test_problems_alone_is_enough_to_evaluate(gsm8k: Path, tmp_path: Path) -> None:
+def test_a_folder_with_test_problems_alone_is_enough_to_evaluate(
+    gsm8k: Path, tmp_path: Path
+) -> None:
     changes = *TEXT_MODEL, "batch=2", "steps=1", "valid.rows=2", "valid.every=1"
     run(tmp_path / "run", "icot", *changes, f"reasoning.path={gsm8k}", task="gsm8k")
     (tmp_path / "data").mkdir()
@@ -256,7 +344,9 @@ def test_a_folder_with_test_problems_alone_is_enough_to_evaluate(gsm8k: Path, tm
     assert result["training_problems"] == "files" and result["tests"]["test"]["problems"] == 2
     assert result["flops"] is None
     with pytest.raises(ValueError, match="gsm8k has no split 'train'"):
-        run(tmp_path / "other", "cot", *changes, f"reasoning.path={tmp_path / 'data'}", task="gsm8k")
+        run(
+            tmp_path / "other", "cot", *changes, f"reasoning.path={tmp_path / 'data'}", task="gsm8k"
+        )
 
 
 def test_all_problems_of_a_text_task_must_fit_the_model(gsm8k: Path, tmp_path: Path) -> None:
@@ -265,7 +355,9 @@ def test_all_problems_of_a_text_task_must_fit_the_model(gsm8k: Path, tmp_path: P
     lines = [json.dumps(each) for each in [*[short] * 600, problems[0]]]
     (tmp_path / "train.jsonl").write_text("\n".join([*lines, ""]), "utf-8")
     (tmp_path / "test.jsonl").write_text(f"{lines[0]}\n", "utf-8")
-    config = load_config(*arguments(tmp_path, "cot", *TEXT_MODEL, f"reasoning.path={tmp_path}", task="gsm8k"))
+    config = load_config(
+        *arguments(tmp_path, "cot", *TEXT_MODEL, f"reasoning.path={tmp_path}", task="gsm8k")
+    )
     opened = open_run(config, DistributedContext(torch.device("cpu")))
     assert opened.shape.length >= opened.length > len(problems[0]["question"].split())
 
@@ -282,12 +374,19 @@ def test_words_of_another_task_are_refused(tmp_path: Path) -> None:
         ("arithmetics", "cot", (), "unknown task 'arithmetics' .did you mean arithmetic"),
         ("arithmetic", "acott", (), "unknown arm 'acott' .did you mean acot or cot"),
         ("arithmetic", "cot", ("init=adlm-prose",), "is a masked model"),
-        ("arithmetic", "cot", ("reasoning.hops=99",), r"reasoning\.hops=99 is out of range for arithmetic"),
+        (
+            "arithmetic",
+            "cot",
+            ("reasoning.hops=99",),
+            r"reasoning\.hops=99 is out of range for arithmetic",
+        ),
         ("gsm8k", "cot", (), r"reasoning\.path is required for gsm8k"),
         ("arithmetic", "acot_foreign", ("batch=1",), "batch=1 has no other problem's labels"),
     ],
 )
-def test_bad_settings_get_one_line(task: str, arm: str, changes: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+def test_bad_settings_get_one_line(
+    task: str, arm: str, changes: tuple[str, ...], problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=problem) as caught:
         run(tmp_path, arm, *changes, task=task)
     assert "\n" not in str(caught.value)

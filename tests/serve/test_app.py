@@ -41,23 +41,33 @@ def complete(client: TestClient, **body: Any) -> dict[str, Any]:
 
 def stream(client: TestClient, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
     response = client.post(path, json={**body, "stream": True})
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    assert response.status_code == 200 and response.headers["content-type"].startswith(
+        "text/event-stream"
+    )
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]
 
 
 def join_chunks(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    return "".join(each["text"] for chunk in chunks for each in chunk["choices"] if each["index"] == index)
+    return "".join(
+        each["text"] for chunk in chunks for each in chunk["choices"] if each["index"] == index
+    )
 
 
 def test_a_completion_is_the_text_of_the_model(client: TestClient) -> None:
     answer = complete(client, model="small", prompt=["the cat", "a"], n=2, **QUICK)
     expected = lm().generate(["the cat", "a"], n=2, max_new_tokens=12, steps=6, seed=3)
     prompts = ["the cat", "the cat", "a", "a"]
-    assert [p + c["text"] for p, c in zip(prompts, answer["choices"], strict=True)] == expected.texts
+    assert [
+        p + c["text"] for p, c in zip(prompts, answer["choices"], strict=True)
+    ] == expected.texts
     assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
-    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-") and answer["seed"] == 3
+    assert (
+        answer["object"] == "text_completion"
+        and answer["id"].startswith("cmpl-")
+        and answer["seed"] == 3
+    )
     assert answer["usage"]["nfe"] == sum(expected.nfe_each)
     echoed = complete(client, prompt="the cat", echo=True, **QUICK)["choices"][0]["text"]
     assert echoed == lm().generate("the cat", max_new_tokens=12, steps=6, seed=3)[0]
@@ -65,10 +75,17 @@ def test_a_completion_is_the_text_of_the_model(client: TestClient) -> None:
 
 @pytest.mark.parametrize("sampler", ["remask_loop", "ancestral", "confidence", "remask_conf"])
 @pytest.mark.parametrize("block", [None, 4])
-def test_joined_chunks_are_the_whole_text(client: TestClient, sampler: str, block: int | None) -> None:
+def test_joined_chunks_are_the_whole_text(
+    client: TestClient, sampler: str, block: int | None
+) -> None:
     body = {"prompt": "the", "n": 2, "sampler": sampler, "block": block, **QUICK}
-    whole, chunks = complete(client, **body), stream(client, **body, stream_options={"include_usage": True})
-    assert [join_chunks(chunks, i) for i in (0, 1)] == [choice["text"] for choice in whole["choices"]]
+    whole, chunks = (
+        complete(client, **body),
+        stream(client, **body, stream_options={"include_usage": True}),
+    )
+    assert [join_chunks(chunks, i) for i in (0, 1)] == [
+        choice["text"] for choice in whole["choices"]
+    ]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
     reasons = [each["finish_reason"] for chunk in chunks for each in chunk["choices"]]
     assert sum(reason is not None for reason in reasons) == 2
@@ -79,7 +96,9 @@ def test_joined_chunks_are_the_whole_text(client: TestClient, sampler: str, bloc
 def test_denoise_mode_sends_every_frame(client: TestClient) -> None:
     chunks = stream(client, prompt="the", stream_mode="denoise", **QUICK)
     steps = list(lm().stream("the", max_new_tokens=12, steps=6, seed=3))[1:]
-    assert [chunk["choices"][0]["draft"]["text"] for chunk in chunks] == [step.texts[0] for step in steps]
+    assert [chunk["choices"][0]["draft"]["text"] for chunk in chunks] == [
+        step.texts[0] for step in steps
+    ]
     assert join_chunks(chunks) == complete(client, prompt="the", **QUICK)["choices"][0]["text"]
 
 
@@ -116,16 +135,29 @@ def test_logprobs_are_those_of_the_last_draws(method: str) -> None:
         assert count == 12 or choice["finish_reason"] == "stop"
         assert "".join(columns["tokens"]) == choice["text"]
         assert columns["text_offset"] == [len("".join(columns["tokens"][:i])) for i in range(count)]
-        for token, logprob, top in zip(*(columns[key] for key in ("tokens", "token_logprobs", "top_logprobs"))):
+        for token, logprob, top in zip(
+            *(columns[key] for key in ("tokens", "token_logprobs", "top_logprobs"))
+        ):
             assert top[token] == logprob and 1 <= len(top) <= 3 and max(top.values()) >= logprob
         chunks = [chunk["choices"][0]["logprobs"] for chunk in stream(client, **body)]
-        assert {key: [value for chunk in chunks for value in chunk[key]] for key in columns} == columns
+        assert {
+            key: [value for chunk in chunks for value in chunk[key]] for key in columns
+        } == columns
         (echoed,) = complete(client, **{**body, "echo": True, "logprobs": 0})["choices"]
-        assert echoed["text"] == "the" + choice["text"] and echoed["logprobs"]["tokens"][:3] == ["t", "h", "e"]
+        assert echoed["text"] == "the" + choice["text"] and echoed["logprobs"]["tokens"][:3] == [
+            "t",
+            "h",
+            "e",
+        ]
         assert echoed["logprobs"]["token_logprobs"] == [None] * 3 + columns["token_logprobs"]
-        assert echoed["logprobs"]["text_offset"][3:] == [3 + offset for offset in columns["text_offset"]]
+        assert echoed["logprobs"]["text_offset"][3:] == [
+            3 + offset for offset in columns["text_offset"]
+        ]
         cut = complete(client, **body, stop=choice["text"][4])["choices"][0]
-        assert "".join(cut["logprobs"]["tokens"]).startswith(cut["text"]) and len(cut["logprobs"]["tokens"]) <= 5
+        assert (
+            "".join(cut["logprobs"]["tokens"]).startswith(cut["text"])
+            and len(cut["logprobs"]["tokens"]) <= 5
+        )
 
 
 def test_prompts_may_be_token_ids(client: TestClient) -> None:
@@ -135,9 +167,15 @@ def test_prompts_may_be_token_ids(client: TestClient) -> None:
     answer = complete(client, prompt=ids, echo=True, **QUICK)
     assert answer["choices"] == expected["choices"] and answer["usage"] == expected["usage"]
     whole = {"steps": 6, "seed": 3}  # as long as the model allows
-    assert complete(client, prompt=ids[0], **whole)["choices"] == complete(client, prompt=texts[0], **whole)["choices"]
+    assert (
+        complete(client, prompt=ids[0], **whole)["choices"]
+        == complete(client, prompt=texts[0], **whole)["choices"]
+    )
     response = client.post("/v1/completions", json={"prompt": [lm().tokenizer.mask_id]})
-    assert response.status_code == 400 and "give ids of text tokens" in response.json()["error"]["message"]
+    assert (
+        response.status_code == 400
+        and "give ids of text tokens" in response.json()["error"]["message"]
+    )
 
 
 def test_stop_sequences_cut_the_text(client: TestClient) -> None:
@@ -150,7 +188,9 @@ def test_stop_sequences_cut_the_text(client: TestClient) -> None:
 
 
 def test_a_suffix_infills(client: TestClient) -> None:
-    (choice,) = complete(client, prompt="the ", suffix=" sat", min_tokens=2, max_tokens=4, seed=1)["choices"]
+    (choice,) = complete(client, prompt="the ", suffix=" sat", min_tokens=2, max_tokens=4, seed=1)[
+        "choices"
+    ]
     (expected,) = lm().infill([["the ", Hole(2, 4), " sat"]], seed=1)
     assert "the " + choice["text"] + " sat" == expected and choice["finish_reason"] == "stop"
     answer = client.post("/v1/infill", json={"template": "the ___{3} sat ___{2}", "seed": 1}).json()
@@ -161,16 +201,31 @@ def test_a_suffix_infills(client: TestClient) -> None:
 
 @pytest.mark.parametrize("template", ["the ___{3} sat ___{2}", "___{4}.", "a ___{2} b ___{2} "])
 def test_infilling_streams(client: TestClient, template: str) -> None:
-    body = {"template": [template, "x ___{2}"], "n": 2, "seed": 1, "sampler": "ancestral", "steps": 12}
+    body = {
+        "template": [template, "x ___{2}"],
+        "n": 2,
+        "seed": 1,
+        "sampler": "ancestral",
+        "steps": 12,
+    }
     whole = client.post("/v1/infill", json=body).json()
     chunks = stream(client, "/v1/infill", **body, stream_options={"include_usage": True})
-    assert [join_chunks(chunks, i) for i in range(4)] == [choice["text"] for choice in whole["choices"]]
-    last = {each["index"]: each for chunk in chunks for each in chunk["choices"] if each["finish_reason"]}
+    assert [join_chunks(chunks, i) for i in range(4)] == [
+        choice["text"] for choice in whole["choices"]
+    ]
+    last = {
+        each["index"]: each
+        for chunk in chunks
+        for each in chunk["choices"]
+        if each["finish_reason"]
+    }
     assert [last[i]["fills"] for i in range(4)] == [choice["fills"] for choice in whole["choices"]]
     assert chunks[-1]["usage"] == whole["usage"] and len(chunks) > 5, "text is sent before the end"
     drafts = stream(client, "/v1/infill", template=template, seed=1, stream_mode="denoise")
     steps = list(lm().stream(template=template, seed=1))[1:]
-    assert [chunk["choices"][0]["draft"]["text"] for chunk in drafts] == [step.texts[0] for step in steps]
+    assert [chunk["choices"][0]["draft"]["text"] for chunk in drafts] == [
+        step.texts[0] for step in steps
+    ]
 
 
 def test_scores_are_those_of_the_model(client: TestClient) -> None:
@@ -203,10 +258,15 @@ BAD_BODIES: list[tuple[Any, str | None]] = [
 
 @pytest.mark.parametrize(("body", "param"), BAD_BODIES)
 def test_bad_bodies_are_named(client: TestClient, body: Any, param: str | None) -> None:
-    response = client.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
+    response = client.post(
+        "/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert (
+        set(error) == {"message", "type", "param", "code"}
+        and error["type"] == "invalid_request_error"
+    )
     assert error["message"] and (param is None or error["param"] == param)
 
 
@@ -241,14 +301,27 @@ def test_holes_that_leave_too_many_lengths_are_refused(client: TestClient) -> No
         ("completions", {"prompt": ["a"] * 5, "suffix": "b", "max_tokens": 32}),
     ):
         response = client.post(f"/v1/{path}", json=body)
-        assert response.status_code == 400 and "lengths to choose from" in response.json()["error"]["message"]
+        assert (
+            response.status_code == 400
+            and "lengths to choose from" in response.json()["error"]["message"]
+        )
 
 
 def test_bad_requests_never_fail_the_server(client: TestClient) -> None:
-    for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"n": NaN}', b'{"temperature": Infinity}', b'"x"'):
+    for content in (
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"n": NaN}',
+        b'{"temperature": Infinity}',
+        b'"x"',
+    ):
         assert client.post("/v1/completions", content=content).status_code == 400
     assert client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1)).status_code == 413
-    assert client.post("/v1/completions", content=iter([b" " * MAX_BODY_BYTES] * 2)).status_code == 413
+    assert (
+        client.post("/v1/completions", content=iter([b" " * MAX_BODY_BYTES] * 2)).status_code == 413
+    )
     missing = client.post("/v1/chat/completions", json={})
     assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
     assert "no /v1/chat/completions: use /v1/completions" in missing.json()["error"]["message"]
@@ -263,23 +336,42 @@ def test_models_health_metrics_and_headers(client: TestClient) -> None:
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
     complete(client, prompt="the", **QUICK)
     metrics = client.get("/metrics").text
-    for name in ("adlm_texts_total", "adlm_nfe_total", "adlm_rows_waiting", "adlm_request_seconds_bucket"):
+    for name in (
+        "adlm_texts_total",
+        "adlm_nfe_total",
+        "adlm_rows_waiting",
+        "adlm_request_seconds_bucket",
+    ):
         assert name in metrics
     assert 'path="/v1/completions",status="200"' in metrics
     headers = client.get("/healthz").headers
-    assert headers["x-content-type-options"] == "nosniff" and "default-src 'none'" in headers["content-security-policy"]
-    assert headers["x-request-id"].startswith("req-") and "access-control-allow-origin" not in headers
+    assert (
+        headers["x-content-type-options"] == "nosniff"
+        and "default-src 'none'" in headers["content-security-policy"]
+    )
+    assert (
+        headers["x-request-id"].startswith("req-") and "access-control-allow-origin" not in headers
+    )
 
 
 def test_the_schema_has_a_page_without_outside_resources(client: TestClient) -> None:
     schema = client.get("/openapi.json").json()
-    assert {"/v1/completions", "/v1/infill", "/v1/score", "/v1/models", "/healthz", "/metrics"} <= set(schema["paths"])
+    assert {
+        "/v1/completions",
+        "/v1/infill",
+        "/v1/score",
+        "/v1/models",
+        "/healthz",
+        "/metrics",
+    } <= set(schema["paths"])
     page = client.get("/docs")
     assert (
         page.headers["content-type"].startswith("text/html")
         and "script-src 'self'" in page.headers["content-security-policy"]
     )
-    assert not re.search(r"https?:|<script>|style=|onclick", page.text + client.get("/docs.js").text)
+    assert not re.search(
+        r"https?:|<script>|style=|onclick", page.text + client.get("/docs.js").text
+    )
 
 
 def test_an_api_key_is_required_where_it_is_set() -> None:
@@ -287,14 +379,22 @@ def test_an_api_key_is_required_where_it_is_set() -> None:
         assert client.get("/healthz").status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = client.get("/v1/models", headers=headers)
-            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
-        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+            assert (
+                response.status_code == 401
+                and response.json()["error"]["code"] == "invalid_api_key"
+            )
+        assert (
+            client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        )
 
 
 def test_overload_is_answered_with_429() -> None:
     limits = EngineLimits(max_rows=1, max_waiting=2)
     with TestClient(create_app(lm(), limits=limits)) as client:
-        engine, slow = client.app.state.engine, lm().build_request("the", n=3, steps=4000, sampler="ancestral")
+        engine, slow = (
+            client.app.state.engine,
+            lm().build_request("the", n=3, steps=4000, sampler="ancestral"),
+        )
         ticket = engine.submit(Ticket(slow, lambda news: None))
         for is_streamed in (False, True):
             response = client.post("/v1/completions", json={"stream": is_streamed, **QUICK})
@@ -303,14 +403,20 @@ def test_overload_is_answered_with_429() -> None:
         engine.cancel(ticket)
         wait_for(lambda: engine.running == 0)
         never = client.post("/v1/completions", json={"n": 4, **QUICK})
-        assert never.status_code == 400 and "at most 3 are allowed" in never.json()["error"]["message"]
+        assert (
+            never.status_code == 400 and "at most 3 are allowed" in never.json()["error"]["message"]
+        )
         assert len(complete(client, n=3, **QUICK)["choices"]) == 3
 
 
 def test_a_shutdown_is_answered_with_503() -> None:
     with TestClient(create_app(lm())) as client:
         client.app.state.engine.stop(drain=True)
-        for path, body in (("completions", QUICK), ("infill", {"template": "a ___"}), ("score", {"text": "a"})):
+        for path, body in (
+            ("completions", QUICK),
+            ("infill", {"template": "a ___"}),
+            ("score", {"text": "a"}),
+        ):
             response = client.post(f"/v1/{path}", json=body)
             assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["type"] == "server_error"
@@ -330,7 +436,10 @@ def test_a_failure_while_sampling_is_a_500_without_details(monkeypatch: pytest.M
         assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
         assert response.headers["x-content-type-options"] == "nosniff"
         assert "division" not in response.text
-        assert "server_error" in client.post("/v1/completions", json={"prompt": "the", "stream": True, **QUICK}).text
+        assert (
+            "server_error"
+            in client.post("/v1/completions", json={"prompt": "the", "stream": True, **QUICK}).text
+        )
 
 
 def test_settled_text_is_whole_characters() -> None:
@@ -342,6 +451,9 @@ def test_settled_text_is_whole_characters() -> None:
     ids += layout.ids[len(ids) :]
     reader = TextReader(layout, layout.spans[1:])
     start = layout.is_fixed.index(False)
-    chunks = [reader.read(RowFrame(0, layout, i, ids, i, 0, i == len(ids))) for i in range(start, len(ids) + 1)]
+    chunks = [
+        reader.read(RowFrame(0, layout, i, ids, i, 0, i == len(ids)))
+        for i in range(start, len(ids) + 1)
+    ]
     assert "".join(chunks) == text and not any("\ufffd" in chunk for chunk in chunks)
     assert sum(map(bool, chunks)) == len(text)

@@ -24,12 +24,21 @@ def build_requests(model: LM) -> list[GenerationRequest]:
     requests = []
     for name, options in OPTIONS.items():
         for block in (None, 5):
-            settings: dict[str, Any] = {"sampler": name, "block": block, "seed": rng.randrange(1000), **options}
+            settings: dict[str, Any] = {
+                "sampler": name,
+                "block": block,
+                "seed": rng.randrange(1000),
+                **options,
+            }
             settings |= {"temperature": rng.choice([0, 0.7, 1]), "top_p": rng.choice([0.9, 1.0])}
             settings |= {"top_k": rng.choice([None, 5]), "n": rng.choice([1, 2])}
             settings |= {} if name in ORDERS else {"compat": rng.choice([False, True])}
             if block is None:
-                requests.append(model.build_request(template=rng.choice(["a ___{4} b ___{3}", "___{9}."]), **settings))
+                requests.append(
+                    model.build_request(
+                        template=rng.choice(["a ___{4} b ___{3}", "___{9}."]), **settings
+                    )
+                )
             prompt, length = "the cat"[: rng.randrange(7)], rng.randrange(3, 20)
             requests.append(model.build_request(prompt, max_new_tokens=length, **settings))
     return requests
@@ -52,13 +61,20 @@ def masked_case(is_conditioned: bool) -> tuple[LM, list[GenerationRequest], list
 
 
 def run_together(
-    model: LM, requests: list[GenerationRequest], joins: list[int], leaves: dict[int, int] | None = None
+    model: LM,
+    requests: list[GenerationRequest],
+    joins: list[int],
+    leaves: dict[int, int] | None = None,
 ) -> list[Outcome | None]:
     """Let every row join at its step, and some leave unfinished after so many steps."""
     rows = [Row(layout, request, number) for request in requests for layout, number in request.rows]
     batch = (CausalBatch if model.row_format.is_causal else MaskedBatch)(model.predictor)
     outcomes: dict[Row, Outcome] = {}
-    tick, waiting, leaving = 0, list(zip(joins, rows)), {rows[i]: step for i, step in (leaves or {}).items()}
+    tick, waiting, leaving = (
+        0,
+        list(zip(joins, rows)),
+        {rows[i]: step for i, step in (leaves or {}).items()},
+    )
     while waiting or batch.rows:
         if joining := [row for step, row in waiting if step <= tick]:
             batch.join(joining)
@@ -67,7 +83,11 @@ def run_together(
             present, result = batch.rows, batch.step()
             for i in result.is_done.nonzero()[:, 0].tolist():
                 length = len(present[i].layout)
-                outcomes[present[i]] = result.tokens[i, :length].tolist(), int(result.nfe[i]), int(result.step[i])
+                outcomes[present[i]] = (
+                    result.tokens[i, :length].tolist(),
+                    int(result.nfe[i]),
+                    int(result.step[i]),
+                )
             gone = torch.tensor([leaving.get(row, 10**6) <= tick for row in present])
             if bool((gone | result.is_done).any()):
                 batch.keep(~(gone | result.is_done))
@@ -103,7 +123,9 @@ def test_settled_text_does_not_change() -> None:
     early = set()
     while batch.rows:
         present, result = batch.rows, batch.step()
-        for row, ids, settled, done in zip(present, result.tokens.tolist(), result.settled.tolist(), result.is_done):
+        for row, ids, settled, done in zip(
+            present, result.tokens.tolist(), result.settled.tolist(), result.is_done
+        ):
             assert ids[:settled] == final[row][0][:settled]
             assert not done or settled == len(row.layout)
             if not done and settled > row.layout.is_fixed.index(False):
@@ -117,7 +139,8 @@ def test_causal_rows_join_at_different_times(method: str) -> None:
     model = lm(method)
     settings = [{"seed": k, "temperature": 0.5 + 0.5 * (k % 2), "n": 2} for k in range(1, 5)]
     requests = [
-        model.build_request("the cat"[: k + 1], max_new_tokens=5 + k, **each) for k, each in enumerate(settings)
+        model.build_request("the cat"[: k + 1], max_new_tokens=5 + k, **each)
+        for k, each in enumerate(settings)
     ]
     alone = run_alone(model, requests)
     assert run_together(model, requests, [0] * len(alone)) == alone

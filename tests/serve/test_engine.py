@@ -53,7 +53,9 @@ def submit(engine: Engine, request: GenerationRequest) -> tuple[Any, Future[list
 def test_concurrent_requests_equal_those_alone(method: str) -> None:
     model = lm(method)
     own = {"steps": 6} if method == "adlm" else {}
-    settings = [{"seed": seed, "n": 1 + seed % 2, "max_new_tokens": 4 + seed, **own} for seed in range(8)]
+    settings = [
+        {"seed": seed, "n": 1 + seed % 2, "max_new_tokens": 4 + seed, **own} for seed in range(8)
+    ]
     requests = [model.build_request("the", **each) for each in settings]
 
     async def run(engine: Engine) -> list[list[str]]:
@@ -61,9 +63,13 @@ def test_concurrent_requests_equal_those_alone(method: str) -> None:
         return [[row.text for row in each] for each in rows]
 
     with Engine(model, EngineLimits(max_rows=5)) as engine:
-        assert asyncio.run(run(engine)) == [model.run_request(request).texts for request in requests]
+        assert asyncio.run(run(engine)) == [
+            model.run_request(request).texts for request in requests
+        ]
         assert engine.stats.texts == 12
-        assert engine.stats.nfe == sum(sum(model.run_request(request).nfe_each) for request in requests)
+        assert engine.stats.nfe == sum(
+            sum(model.run_request(request).nfe_each) for request in requests
+        )
         assert engine.stats.steps < engine.stats.row_steps <= 5 * engine.stats.steps
 
 
@@ -75,10 +81,15 @@ def test_all_frames_are_those_of_a_stream() -> None:
         return [frame.ids async for frame in stream_rows(engine, request, ALL)]
 
     with Engine(model) as engine:
-        assert asyncio.run(run(engine)) == [step.frame.tokens[0].tolist() for step in model.stream_request(request)][1:]
+        assert (
+            asyncio.run(run(engine))
+            == [step.frame.tokens[0].tolist() for step in model.stream_request(request)][1:]
+        )
 
 
-def test_a_slow_reader_gets_fewer_frames_and_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_gets_fewer_frames_and_the_whole_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = lm()
     request = model.build_request("the", steps=200, max_new_tokens=9, seed=3, sampler="ancestral")
     monkeypatch.setattr("adlm.serve.engine.MAX_UNREAD", 4)
@@ -93,9 +104,14 @@ def test_a_slow_reader_gets_fewer_frames_and_the_whole_text(monkeypatch: pytest.
     assert len(frames) < 200 and frames[-1].row.text == model.run_request(request).texts[0]
 
 
-def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, steps_at_removal = lm(), list[int]()
-    slow, fast = model.build_request("the", **SLOW), model.build_request("a", steps=4, max_new_tokens=5)
+    slow, fast = (
+        model.build_request("the", **SLOW),
+        model.build_request("a", steps=4, max_new_tokens=5),
+    )
     with Engine(model, EngineLimits(max_rows=1)) as engine:
         keep = MaskedBatch.keep
 
@@ -170,7 +186,9 @@ def test_on_a_gpu_steps_and_calls_alternate() -> None:
             return before, engine.stats.steps
 
         results = [future.result(10) for future in [engine.call(count_steps) for _ in range(3)]]
-        assert all(before == after for before, after in results)  # no step during a call, which would change its memory
+        assert all(
+            before == after for before, after in results
+        )  # no step during a call, which would change its memory
         assert len({before for before, _ in results}) == 3  # steps between calls
         engine.cancel(ticket)
 
@@ -203,7 +221,9 @@ def test_limits_of_a_request_name_their_values() -> None:
         EngineLimits(max_rows=0)
 
 
-def test_a_failing_step_answers_its_requests_and_the_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_answers_its_requests_and_the_engine_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = lm("mdlm")
     request = model.build_request("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
@@ -246,7 +266,9 @@ def test_a_row_that_cannot_join_is_answered(monkeypatch: pytest.MonkeyPatch) -> 
 def test_stopping_answers_or_finishes_what_is_left() -> None:
     model = lm()
     engine = Engine(model).start()
-    _, future = submit(engine, model.build_request("the", steps=50, max_new_tokens=9, sampler="ancestral"))
+    _, future = submit(
+        engine, model.build_request("the", steps=50, max_new_tokens=9, sampler="ancestral")
+    )
     engine.stop(drain=True)
     assert future.result(0)
     engine = Engine(model).start()

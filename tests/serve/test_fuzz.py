@@ -37,30 +37,106 @@ VALID: dict[str, dict[str, Any]] = {
     "score": {"text": "the cat", "draws": 2},
 }
 MODELS = {"completions": CompletionBody, "infill": InfillBody, "score": ScoreBody}
-TEXTS = ["prompt", "template", "text", "suffix", "stop", "sampler", "user", "model", "stream_mode", "__proto__"]
+TEXTS = [
+    "prompt",
+    "template",
+    "text",
+    "suffix",
+    "stop",
+    "sampler",
+    "user",
+    "model",
+    "stream_mode",
+    "__proto__",
+]
 FLAGS = ["echo", "stream", "compat", "stream_options"]
-COUNTS = ["max_tokens", "min_tokens", "n", "top_k", "seed", "steps", "block", "logprobs", "guesses", "best_of", "draws"]
-NUMBERS = ["temperature", "top_p", "eta", "t_on", "t_off", "alpha_on", "bound", "presence_penalty", "frequency_penalty"]
+COUNTS = [
+    "max_tokens",
+    "min_tokens",
+    "n",
+    "top_k",
+    "seed",
+    "steps",
+    "block",
+    "logprobs",
+    "guesses",
+    "best_of",
+    "draws",
+]
+NUMBERS = [
+    "temperature",
+    "top_p",
+    "eta",
+    "t_on",
+    "t_off",
+    "alpha_on",
+    "bound",
+    "presence_penalty",
+    "frequency_penalty",
+]
 
 
 @pytest.mark.slow
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     app = create_app(lm(), limits=EngineLimits(max_steps=1000, max_texts=8))
     with run_server(app) as address:
-        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json", "--no-color"]
-        command += ["--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "5", "--seed", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "schemathesis.cli",
+            "run",
+            f"{address}/openapi.json",
+            "--no-color",
+        ]
+        command += [
+            "--checks",
+            CHECKS,
+            "--phases",
+            "coverage,fuzzing",
+            "--max-examples",
+            "5",
+            "--seed",
+            "1",
+        ]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
-    simple = [None, True, False, 0, 1, -1, 2, 10**9, 10**30, -(10**30), 0.5, -0.5, 1e308, 5e-324, "", "a", "NaN", "___"]
+    simple = [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        10**9,
+        10**30,
+        -(10**30),
+        0.5,
+        -0.5,
+        1e308,
+        5e-324,
+        "",
+        "a",
+        "NaN",
+        "___",
+    ]
     kind = rng.randrange(8)
     if kind == 0:
         return any_text(rng)
     if kind == 1:
         return rng.choice(
-            ["\ud800", "\x00", "a" * rng.randrange(5000), "___{0}", "___{9999999999}", "___{5,2}", "{" * 99]
+            [
+                "\ud800",
+                "\x00",
+                "a" * rng.randrange(5000),
+                "___{0}",
+                "___{9999999999}",
+                "___{5,2}",
+                "{" * 99,
+            ]
         )
     if kind == 2 and depth < 4:
         return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
@@ -76,9 +152,15 @@ def plausible_value(rng: random.Random, field: str) -> Any:
     if field in TEXTS:
         text = any_text(rng) + rng.choice(["", "", " ", "___{2}"])
         ids = [rng.randrange(300) for _ in range(rng.randrange(6))]
-        return rng.choice([text, [text] * rng.randrange(3), ids, [ids], "denoise", "ancestral", "margin"])
+        return rng.choice(
+            [text, [text] * rng.randrange(3), ids, [ids], "denoise", "ancestral", "margin"]
+        )
     if field in FLAGS:
-        return rng.random() < 0.5 if field != "stream_options" else {"include_usage": rng.random() < 0.5}
+        return (
+            rng.random() < 0.5
+            if field != "stream_options"
+            else {"include_usage": rng.random() < 0.5}
+        )
     return rng.randrange(9) if field in COUNTS else rng.choice([0, 0.5, 1, rng.uniform(0, 2)])
 
 
@@ -87,7 +169,9 @@ def random_content(rng: random.Random, path: str) -> bytes:
     body: Any = dict(VALID[path])
     for _ in range(rng.randint(1, 3)):
         is_known = rng.random() < 0.9
-        field = rng.choice(list(MODELS[path].model_fields) if is_known else [*TEXTS, *FLAGS, *COUNTS, *NUMBERS])
+        field = rng.choice(
+            list(MODELS[path].model_fields) if is_known else [*TEXTS, *FLAGS, *COUNTS, *NUMBERS]
+        )
         body[field] = plausible_value(rng, field) if rng.random() < 0.6 else random_value(rng)
     if rng.random() < 0.1:
         body[any_text(rng)] = random_value(rng)
@@ -100,9 +184,13 @@ def random_content(rng: random.Random, path: str) -> bytes:
     if damage < 0.05:
         return content[: rng.randrange(len(content) + 1)]
     if damage < 0.1:
-        return bytes(rng.choice(b'{}[]",:0123456789.eE-ntf\x00\xff\xc3 ') for _ in range(rng.randrange(60)))
+        return bytes(
+            rng.choice(b'{}[]",:0123456789.eE-ntf\x00\xff\xc3 ') for _ in range(rng.randrange(60))
+        )
     if damage < 0.13:
-        return content.replace(b"1", rng.choice([b"NaN", b"Infinity", b"-Infinity", b"1e999", b"01", b"\xff"]))
+        return content.replace(
+            b"1", rng.choice([b"NaN", b"Infinity", b"-Infinity", b"1e999", b"01", b"\xff"])
+        )
     return content if damage < 0.99 else b"[" * 50_000
 
 
@@ -120,16 +208,24 @@ def test_random_bad_bodies_never_fail_the_server(caplog: pytest.LogCaptureFixtur
         for number in range(BODIES):
             path = rng.choice(list(VALID))
             content = random_content(rng, path)
-            kind = rng.choice(["application/json"] * 9 + ["text/plain", "application/x-www-form-urlencoded", ""])
+            kind = rng.choice(
+                ["application/json"] * 9 + ["text/plain", "application/x-www-form-urlencoded", ""]
+            )
             response = client.post(f"/v1/{path}", content=content, headers={"content-type": kind})
-            assert response.status_code < 500 and "Traceback" not in response.text, (path, content, response.text)
+            assert response.status_code < 500 and "Traceback" not in response.text, (
+                path,
+                content,
+                response.text,
+            )
             assert response.headers["x-content-type-options"] == "nosniff"
             if response.status_code != 200:
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
             statuses[response.status_code] += 1
             if number % max(1, BODIES // 10) == 0:
                 memory.append(read_memory() // 1024)
-        assert client.post("/v1/completions", json=VALID["completions"]).status_code == 200, "it still answers"
+        assert client.post("/v1/completions", json=VALID["completions"]).status_code == 200, (
+            "it still answers"
+        )
         engine = client.app.state.engine  # type: ignore[attr-defined]
         wait_for(lambda: not (engine.running or engine.waiting or engine.calls))
     print(f"{BODIES} bodies: {dict(statuses)}, MiB resident: {memory}")

@@ -25,7 +25,9 @@ QUICK: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 12, "extra_b
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, Any]]:
-    app = create_app(lm(), name="small", api_key="secret", limits=EngineLimits(max_rows=4, max_waiting=4))
+    app = create_app(
+        lm(), name="small", api_key="secret", limits=EngineLimits(max_rows=4, max_waiting=4)
+    )
     with run_server(app) as address:
         yield f"{address}/v1", app.state.engine
 
@@ -44,7 +46,9 @@ def test_completions_with_n_suffix_and_stop(client: Any) -> None:
     stop = answer.choices[0].text[2:4]
     cut = client.completions.create(prompt="the", stop=stop, **QUICK).choices[0]
     assert cut.text == answer.choices[0].text.partition(stop)[0] and cut.finish_reason == "stop"
-    filled = client.completions.create(prompt="the ", suffix=" sat", model="small", max_tokens=3, seed=1)
+    filled = client.completions.create(
+        prompt="the ", suffix=" sat", model="small", max_tokens=3, seed=1
+    )
     assert filled.choices[0].text
 
 
@@ -54,8 +58,16 @@ def test_logprobs_and_token_ids(client: Any) -> None:
     for prompt in (ids, [ids]):
         choice = client.completions.create(prompt=prompt, logprobs=2, echo=True, **QUICK).choices[0]
         assert (choice.text, choice.logprobs) == (expected.text, expected.logprobs)
-    assert choice.logprobs.token_logprobs[:3] == [None] * 3 and max(choice.logprobs.token_logprobs[3:]) < 0
-    assert "".join(choice.logprobs.tokens) == choice.text and choice.logprobs.text_offset[:4] == [0, 1, 2, 3]
+    assert (
+        choice.logprobs.token_logprobs[:3] == [None] * 3
+        and max(choice.logprobs.token_logprobs[3:]) < 0
+    )
+    assert "".join(choice.logprobs.tokens) == choice.text and choice.logprobs.text_offset[:4] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_streams(client: Any) -> None:
@@ -86,16 +98,22 @@ def test_errors(client: Any, server: tuple[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_client_that_leaves_frees_its_slot(client: Any, server: tuple[str, Any], is_streamed: bool) -> None:
+def test_a_client_that_leaves_frees_its_slot(
+    client: Any, server: tuple[str, Any], is_streamed: bool
+) -> None:
     engine, body = server[1], {"steps": 4000, "sampler": "ancestral", "stream_mode": "denoise"}
     texts = engine.stats.texts
     if is_streamed:
-        with client.completions.create(prompt="the", model="small", stream=True, extra_body=body) as chunks:
+        with client.completions.create(
+            prompt="the", model="small", stream=True, extra_body=body
+        ) as chunks:
             next(iter(chunks))
             assert engine.running == 1
     else:
         with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.3).completions.create(prompt="the", model="small", extra_body=body)
+            client.with_options(timeout=0.3).completions.create(
+                prompt="the", model="small", extra_body=body
+            )
     deadline = time.monotonic() + 5
     while engine.running and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -107,7 +125,12 @@ def test_a_retry_succeeds_when_the_queue_has_room_again(server: tuple[str, Any])
 
     def run(number: int) -> None:
         with openai.OpenAI(base_url=server[0], api_key="secret", max_retries=20) as client:
-            options: dict[str, Any] = {"model": "small", "max_tokens": 8, "seed": number, "extra_body": body}
+            options: dict[str, Any] = {
+                "model": "small",
+                "max_tokens": 8,
+                "seed": number,
+                "extra_body": body,
+            }
             texts[number] = client.completions.create(prompt="the", **options).choices[0].text
 
     texts: dict[int, str] = {}

@@ -57,22 +57,33 @@ def test_drafts_carry_the_tokens_of_a_recorded_trajectory(sampler: str) -> None:
             assert drafts[-1]["settings"] == trajectory.settings
             for draft, frame in zip(drafts, trajectory.frames[1:], strict=True):
                 assert (draft["step"], draft["nfe"]) == (frame.step, frame.nfe)
-                for (state, text, is_anchor, guesses), token in zip(draft["tokens"], frame.tokens, strict=True):
+                for (state, text, is_anchor, guesses), token in zip(
+                    draft["tokens"], frame.tokens, strict=True
+                ):
                     assert (state, text, is_anchor) == (token.state, token.text, token.is_anchor)
                     assert [guess for guess, _ in guesses] == [guess for guess, _ in token.guesses]
-                    assert [p for _, p in guesses] == pytest.approx([p for _, p in token.guesses], abs=1e-3)
+                    assert [p for _, p in guesses] == pytest.approx(
+                        [p for _, p in token.guesses], abs=1e-3
+                    )
 
 
 def test_several_models_are_chosen_by_name() -> None:
     with TestClient(create_app(lm(), name="first", others=[lm("mdlm"), lm("ar")])) as client:
         cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
-        assert list(cards) == ["first", "small mdlm", "small ar"] and cards["small ar"]["samplers"] == []
+        assert (
+            list(cards) == ["first", "small mdlm", "small ar"]
+            and cards["small ar"]["samplers"] == []
+        )
         assert "remask_loop" in cards["first"]["samplers"] and cards["first"]["method"] == "adlm"
         for name, model in ((None, lm()), ("small mdlm", lm("mdlm"))):
-            answer = client.post("/v1/infill", json={"model": name, "template": TEMPLATE, **QUICK}).json()
+            answer = client.post(
+                "/v1/infill", json={"model": name, "template": TEMPLATE, **QUICK}
+            ).json()
             assert answer["choices"][0]["text"] == model.infill(TEMPLATE, **QUICK)[0]
             assert answer["model"] == (name or "first")
-        drafts = read_drafts(client, "completions", model="small ar", prompt="a", max_tokens=4, guesses=2, seed=1)
+        drafts = read_drafts(
+            client, "completions", model="small ar", prompt="a", max_tokens=4, guesses=2, seed=1
+        )
         assert drafts[-1]["text"] == lm("ar").generate("a", max_new_tokens=4, seed=1)[0]
         assert not any(guesses for draft in drafts for *_, guesses in draft["tokens"])
     with pytest.raises(ValueError, match="two models have the same name"):
@@ -84,15 +95,26 @@ def test_the_files_are_served_without_a_key_and_load_nothing_from_elsewhere() ->
         pages = {path: client.get(path) for path in PAGE_FILES}
         assert client.get("/v1/models").status_code == 401
     for path, answer in pages.items():
-        assert answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff", path
+        assert (
+            answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff"
+        ), path
         policy = answer.headers["content-security-policy"]
-        assert policy.startswith("default-src 'none';") and "unsafe" not in policy and "http" not in policy
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|{{", answer.text), path
+        assert (
+            policy.startswith("default-src 'none';")
+            and "unsafe" not in policy
+            and "http" not in policy
+        )
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|{{", answer.text
+        ), path
     assert pages["/page.js"].headers["content-type"].startswith("text/javascript")
     index = pages["/"].text
     assert not re.search(r"<style|<script>|\son\w+=|\sstyle=", index)
     values = dict(re.findall(r'<input name="(\w+)"[^>]* value="([\d.]+)"', index))
-    assert (float(values["temperature"]), float(values["top_p"])) == (DEFAULT_TEMPERATURE, DEFAULT_TOP_P)
+    assert (float(values["temperature"]), float(values["top_p"])) == (
+        DEFAULT_TEMPERATURE,
+        DEFAULT_TOP_P,
+    )
     assert set(re.findall(r'(?:src|href)="([^"#:]+)"', index)) == {
         path[1:] for path in PAGE_FILES if path not in ("/", "/docs.js")
     }
@@ -137,14 +159,19 @@ class ServedPage(Page):
         return self.run("return document.getElementsByName(arguments[0])[0].value", name)
 
     def link(self) -> dict[str, str]:
-        return {name: values[0] for name, values in parse_qs(self.driver.current_url.partition("#")[2]).items()}
+        return {
+            name: values[0]
+            for name, values in parse_qs(self.driver.current_url.partition("#")[2]).items()
+        }
 
     def check_frames(self, *trajectories: Trajectory) -> None:
         """Compare every frame with what was recorded, going back from the last one."""
         last = max(len(each.frames) for each in trajectories) - 1
         for tick in range(last, -1, -1):
             self.scrub(tick)
-            frames = [each.frames[round(tick * (len(each.frames) - 1) / last)] for each in trajectories]
+            frames = [
+                each.frames[round(tick * (len(each.frames) - 1) / last)] for each in trajectories
+            ]
             assert self.texts() == [units(frame.text) for frame in frames]
             assert self.states() == [token.state for frame in frames for token in frame.tokens]
             assert self.content(".nfe") == [str(frame.nfe) for frame in frames]
@@ -160,7 +187,9 @@ def page(driver: Any, address: str, tmp_path: Path) -> Iterator[ServedPage]:
     yield (page := ServedPage(driver, tmp_path))
     assert page.run("return window.broken") is None and not page.content("img")
     assert read_console(driver) == []
-    assert [url for url in read_requests(driver) if not url.startswith((address, "data:", "about:"))] == []
+    assert [
+        url for url in read_requests(driver) if not url.startswith((address, "data:", "about:"))
+    ] == []
 
 
 @pytest.mark.slow
@@ -175,9 +204,17 @@ def test_generate_and_scrub(page: ServedPage, address: str) -> None:
     assert len(page.content("#card .guesses li")) == 3
     page.point("h1")
     page.press(END)  # the keyboard plays, but not while a text is typed
-    assert page.tick() == 6 and page.content(".total") == [" of 6"] and page.content(".time")[0].endswith(" s")
+    assert (
+        page.tick() == 6
+        and page.content(".total") == [" of 6"]
+        and page.content(".time")[0].endswith(" s")
+    )
     page.find("#text").send_keys(" g ")
-    assert page.value("text") == "the cat g " and page.find("#guesses").is_selected() and page.tick() == 6
+    assert (
+        page.value("text") == "the cat g "
+        and page.find("#guesses").is_selected()
+        and page.tick() == 6
+    )
 
 
 @pytest.mark.slow
@@ -199,15 +236,24 @@ def test_holes_are_put_and_filled(page: ServedPage, address: str) -> None:
 def test_two_samplers_and_two_models_on_one_seed(page: ServedPage, address: str) -> None:
     page.visit(address, text="the", max_tokens=8, **QUICK)
     page.find("[name=compare]").click()
-    for name, value in (("sampler", "ancestral"), ("model2", ALARM), ("sampler2", "confidence"), ("steps2", "4")):
-        page.find(f"[name={name}]").send_keys(value) if name == "steps2" else page.choose(name, value)
+    for name, value in (
+        ("sampler", "ancestral"),
+        ("model2", ALARM),
+        ("sampler2", "confidence"),
+        ("steps2", "4"),
+    ):
+        page.find(f"[name={name}]").send_keys(value) if name == "steps2" else page.choose(
+            name, value
+        )
     page.generate()
     assert page.content("h2") == ["small · ancestral", f"{ALARM} · confidence"]
     both = [lm().record("the", max_new_tokens=8, sampler="ancestral", **QUICK)]
     both += [lm("mdlm").record("the", max_new_tokens=8, sampler="confidence", steps=4, seed=3)]
     page.check_frames(*both)
     page.choose("model", "small ar")  # a causal model has no samplers
-    assert not page.find("[name=sampler]").is_enabled() and page.find("[name=sampler2]").is_enabled()
+    assert (
+        not page.find("[name=sampler]").is_enabled() and page.find("[name=sampler2]").is_enabled()
+    )
     page.generate()
     page.press(END)
     assert page.texts()[0] == units(lm("ar").generate("the", max_new_tokens=8, seed=3)[0])
@@ -215,8 +261,21 @@ def test_two_samplers_and_two_models_on_one_seed(page: ServedPage, address: str)
 
 @pytest.mark.slow
 def test_a_link_holds_the_settings(page: ServedPage, address: str) -> None:
-    given = {"text": 'a ___{2} "b" & <c>#%\n…', "model": "small", "sampler": "margin", "steps": "2", "compare": "1"}
-    given |= {"model2": ALARM, "sampler2": "dfm", "steps2": "5", "seed": "8", "max_tokens": "9", "temperature": "0.5"}
+    given = {
+        "text": 'a ___{2} "b" & <c>#%\n…',
+        "model": "small",
+        "sampler": "margin",
+        "steps": "2",
+        "compare": "1",
+    }
+    given |= {
+        "model2": ALARM,
+        "sampler2": "dfm",
+        "steps2": "5",
+        "seed": "8",
+        "max_tokens": "9",
+        "temperature": "0.5",
+    }
     given |= {"top_p": "0.8", "block": "4", "guesses": "2"}
     page.visit(address, **given)
     page.find("#link").click()
@@ -233,9 +292,16 @@ def test_a_link_holds_the_settings(page: ServedPage, address: str) -> None:
 
 @pytest.mark.slow
 def test_markup_in_text_link_and_names_is_text(page: ServedPage, address: str) -> None:
-    page.visit(address, **dict.fromkeys(("text", "model2", "sampler", "seed", "steps", "block"), ALARM), max_tokens=4)
+    page.visit(
+        address,
+        **dict.fromkeys(("text", "model2", "sampler", "seed", "steps", "block"), ALARM),
+        max_tokens=4,
+    )
     assert ALARM in page.content("#status")[0]  # the sampler, which there is not
-    assert page.value("text") == page.content("#mirror")[0].strip() == ALARM and page.value("seed") == ""
+    assert (
+        page.value("text") == page.content("#mirror")[0].strip() == ALARM
+        and page.value("seed") == ""
+    )
     assert all("cannot be parsed" in line for line in read_console(page.driver))  # as numbers
     page.generate()  # with a seed of its own
     assert page.value("seed") != ""
@@ -244,7 +310,9 @@ def test_markup_in_text_link_and_names_is_text(page: ServedPage, address: str) -
     assert page.texts()[0].startswith(units(ALARM)) and page.content("h2")[0].startswith(ALARM)
     page.find("summary").click()
     page.point(".text .token")
-    assert ALARM in page.content("dd") and not page.content("h2 *, dd *, #mirror :not(mark), #status *, option *")
+    assert ALARM in page.content("dd") and not page.content(
+        "h2 *, dd *, #mirror :not(mark), #status *, option *"
+    )
 
 
 @pytest.mark.slow
@@ -291,7 +359,9 @@ def test_no_barrier_is_found(page: ServedPage, address: str) -> None:
 
     def find_barriers() -> list[tuple[str, list[str]]]:
         page.run(axe)
-        found = page.driver.execute_async_script("const done = arguments[0]; axe.run().then(done)")["violations"]
+        found = page.driver.execute_async_script("const done = arguments[0]; axe.run().then(done)")[
+            "violations"
+        ]
         return [(each["id"], [node["html"] for node in each["nodes"]]) for each in found]
 
     for size in (DESK, PHONE):

@@ -19,12 +19,19 @@ if os.environ.get("ADLM_ALL") == "1":
     import ray
 else:
     openai: Any = pytest.importorskip("openai")
-    ray: Any = pytest.importorskip("ray", reason="ray comes with the extra ray, which make test-all installs")
+    ray: Any = pytest.importorskip(
+        "ray", reason="ray comes with the extra ray, which make test-all installs"
+    )
 
 from adlm.serve.ray_app import RayOptions, build
 
 OURS: dict[str, Any] = {"sampler": "remask_loop", "steps": 64}  # slow enough to be killed meanwhile
-BODY: dict[str, Any] = {"model": "adlm-prose", "prompt": "It was", "max_tokens": 16, "extra_body": OURS}
+BODY: dict[str, Any] = {
+    "model": "adlm-prose",
+    "prompt": "It was",
+    "max_tokens": 16,
+    "extra_body": OURS,
+}
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
@@ -41,7 +48,9 @@ def address() -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))  # or Ray writes one into the home folder
+        patch.setenv(
+            "RAY_AUTH_TOKEN", secrets.token_hex(16)
+        )  # or Ray writes one into the home folder
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         ray.serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -53,7 +62,9 @@ def address() -> Iterator[str]:
 
 def look_at_replicas() -> dict[int, tuple[int, int]]:
     """The texts that each replica has generated and is generating, by its process."""
-    actors = [each for each in ray.util.list_named_actors(all_namespaces=True) if "#adlm#" in each["name"]]
+    actors = [
+        each for each in ray.util.list_named_actors(all_namespaces=True) if "#adlm#" in each["name"]
+    ]
 
     def look(_: Any) -> tuple[int, tuple[int, int]]:
         (thread,) = (each for each in threading.enumerate() if each.name == "adlm-engine")
@@ -74,8 +85,13 @@ def test_a_killed_replica_loses_no_request(address: str) -> None:
             return "It was" + answer.parse().choices[0].text == expected[seed], answer.retries_taken
 
         until = time.monotonic() + 30
-        while min(texts for texts, _ in look_at_replicas().values()) == 0:  # until both have answered
-            assert all(is_equal for is_equal, _ in pool.map(complete, [0, 1] * 4)) and time.monotonic() < until
+        while (
+            min(texts for texts, _ in look_at_replicas().values()) == 0
+        ):  # until both have answered
+            assert (
+                all(is_equal for is_equal, _ in pool.map(complete, [0, 1] * 4))
+                and time.monotonic() < until
+            )
         answers, busy = [pool.submit(complete, i % 2) for i in range(32)], list[int]()
         while not busy and not all(answer.done() for answer in answers):
             busy = [pid for pid, (_, running) in look_at_replicas().items() if running > 0]

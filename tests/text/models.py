@@ -37,16 +37,29 @@ def tokenizer(name: str) -> Tokenizer:
     return load_tokenizer(name)
 
 
-def wrap(model: LanguageModel, words: str | Tokenizer = "bytes", method: str = "adlm", rows: str = "wrapped") -> LM:
+def wrap(
+    model: LanguageModel,
+    words: str | Tokenizer = "bytes",
+    method: str = "adlm",
+    rows: str = "wrapped",
+) -> LM:
     """A model as `adlm.load` returns it."""
     known = tokenizer(words) if isinstance(words, str) else words
     return LM(LoadedModel(model, known, method, 0, rows), f"small {method}", device="cpu")
 
 
-def rigged(method: str, bias: dict[int, float], words: str = "bytes", rows: str = "wrapped", **changes: Any) -> LM:
+def rigged(
+    method: str, bias: dict[int, float], words: str = "bytes", rows: str = "wrapped", **changes: Any
+) -> LM:
     """A model with random weights whose head adds to the logits of some tokens at every position."""
     known = tokenizer(words)
-    size = {"vocab_size": known.vocab_size, "mask_id": known.mask_id, "dim": 16, "length": 64, "scale": 0.6}
+    size = {
+        "vocab_size": known.vocab_size,
+        "mask_id": known.mask_id,
+        "dim": 16,
+        "length": 64,
+        "scale": 0.6,
+    }
     model = random_model(method, **(size | changes))
     with torch.no_grad():
         for token, value in bias.items():

@@ -25,7 +25,10 @@ def find_eos(row: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_document_has_the_requested_length(name: str) -> None:
     """Between BOS and EOS, which stand nowhere else, however likely the model finds EOS."""
-    model, sampling = rigged("adlm", {EOS: 30.0}, rows="documents"), {"sampler": name, **OPTIONS[name]}
+    model, sampling = (
+        rigged("adlm", {EOS: 30.0}, rows="documents"),
+        {"sampler": name, **OPTIONS[name]},
+    )
     for length in (1, 9, 62):
         ids, texts = last_tokens(model, prompt="", length=length, n=2, **sampling)
         assert all(len(row) == length + 2 and find_eos(row) == [0, length + 1] for row in ids)
@@ -48,8 +51,12 @@ def test_other_texts_end_at_the_first_eos(method: str, bias: float) -> None:
 
 
 def test_a_hole_ends_a_text_only_if_nothing_is_given_after_it() -> None:
-    ids, texts = last_tokens(rigged("mdlm", {EOS: 30.0}), template=["a___{3}b___{4}", "a___{3}b"], n=3)
-    assert all(row[6:10] == [EOS] * 4 for row in ids[:3]) and all(EOS not in row[1:6] for row in ids)
+    ids, texts = last_tokens(
+        rigged("mdlm", {EOS: 30.0}), template=["a___{3}b___{4}", "a___{3}b"], n=3
+    )
+    assert all(row[6:10] == [EOS] * 4 for row in ids[:3]) and all(
+        EOS not in row[1:6] for row in ids
+    )
     assert all(text.endswith("b") for text in texts)
 
 
@@ -78,10 +85,13 @@ def test_a_vocabulary_without_eos_never_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "rows", "longest"), [("adlm", "documents", 62), ("adlm", "wrapped", 63), ("ar", "documents", 63)]
+    ("method", "rows", "longest"),
+    [("adlm", "documents", 62), ("adlm", "wrapped", 63), ("ar", "documents", 63)],
 )
 def test_the_longest_text(method: str, rows: str, longest: int) -> None:
     model = lm(method, "bytes", rows)
     assert model.row_format.longest == longest
-    ids, _ = last_tokens(model, prompt="", **({"sampler": "ancestral", "steps": 2} if method == "adlm" else {}))
+    ids, _ = last_tokens(
+        model, prompt="", **({"sampler": "ancestral", "steps": 2} if method == "adlm" else {})
+    )
     assert len(ids[0]) == 64

@@ -66,7 +66,9 @@ def test_there_is_room_for_everything() -> None:
     assert sum(lengths(model, full + "___ ___{3}y___")) <= 30 - 22
     assert lengths(model, full + "___{1,12}___{8}y") == [1, 8]
     assert lengths(model, "x" * 29 + "___") == [1]
-    assert lengths(placed("a" * 26), "a" * 26 + "___{1,12}") == [1]  # every length is as likely: the shortest
+    assert lengths(placed("a" * 26), "a" * 26 + "___{1,12}") == [
+        1
+    ]  # every length is as likely: the shortest
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,10 @@ def test_several_holes_and_nothing_given(text: str, template: Any, expected: lis
 def test_the_choice_depends_on_neither_time_nor_batch(time_conditioning: bool) -> None:
     model = lm("adlm", "bytes", "documents", time_conditioning=time_conditioning)
     template = "An ___ in a ___{1,6}, or ___."
-    assert model.infill(template, n=3, seed=1, batch=1).texts == model.infill(template, n=3, seed=1).texts
+    assert (
+        model.infill(template, n=3, seed=1, batch=1).texts
+        == model.infill(template, n=3, seed=1).texts
+    )
     assert lengths(model, template) == lengths(model, template)
 
 
@@ -104,5 +109,7 @@ def test_a_causal_model_ends_its_hole_itself(method: str) -> None:
 def test_the_given_tokens_next_to_a_hole_are_scored() -> None:
     template = ["abcdefg", Hole.of_length(2), "xy", Hole.of_length(1), Hole.of_length(3), "z"]
     layout = build_layout(parse_template(template), tokenizer("bytes"))
-    neighbors = [bytes(layout.ids[place] for place in find_neighbors(layout, number)) for number in range(3)]
+    neighbors = [
+        bytes(layout.ids[place] for place in find_neighbors(layout, number)) for number in range(3)
+    ]
     assert neighbors == [b"defgxy", b"xy", b"z"] and len(neighbors[0]) == MAX_NEIGHBORS + 2

@@ -57,7 +57,9 @@ def assert_refused(call: Callable[[], object], *parts: str) -> None:
 )  # fmt: skip
 def test_errors_of_generate(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
     assert_refused(lambda: FRAMED.generate(**arguments), *parts)
-    assert_refused(lambda: FRAMED.stream(**arguments), *parts)  # at the call, not with the first step
+    assert_refused(
+        lambda: FRAMED.stream(**arguments), *parts
+    )  # at the call, not with the first step
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,14 @@ def test_errors_of_generate(arguments: dict[str, Any], parts: tuple[str, ...]) -
         ([Hole(), 7], ("it holds 7", "strings and Holes")),
         ("a ___{0} b", ("at least 1 token", "___{0}", "remove the hole")),
         ("a ___{5,2} b", ("___{5,2}", "write ___{2,5}")),
-        ("x" * 60 + "___{3}", ("takes 65 tokens", "rows have 64", "shortest holes", "make it shorter")),
-        ("a ___{1000000000000}", ("takes 1000000000004 tokens", "rows have 64")),  # refused, not tried
+        (
+            "x" * 60 + "___{3}",
+            ("takes 65 tokens", "rows have 64", "shortest holes", "make it shorter"),
+        ),
+        (
+            "a ___{1000000000000}",
+            ("takes 1000000000004 tokens", "rows have 64"),
+        ),  # refused, not tried
     ],
 )
 def test_errors_of_infill(template: Any, parts: tuple[str, ...]) -> None:
@@ -109,7 +117,9 @@ def test_other_errors(call: Callable[[], object], parts: tuple[str, ...]) -> Non
     assert_refused(call, *parts)
 
 
-def test_a_request_is_checked_before_a_network_chooses_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_checked_before_a_network_chooses_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(LM, "predictor", property(lambda self: pytest.fail("the network ran")))
     assert_refused(lambda: FRAMED.infill("a ___ b", sampler="magic"), "unknown sampler")
 
@@ -121,13 +131,26 @@ def test_what_a_causal_model_can_do() -> None:
 
 def test_names_and_numbers_of_other_libraries_are_accepted() -> None:
     """transformers, diffusers and LLaDA: their names give the same texts as ours."""
-    ours = FRAMED.generate("hello", max_new_tokens=8, n=2, steps=4, block=4, temperature=0.0, seed=1)
+    ours = FRAMED.generate(
+        "hello", max_new_tokens=8, n=2, steps=4, block=4, temperature=0.0, seed=1
+    )
     theirs = FRAMED.generate(
-        "hello", gen_length=8, num_return_sequences=2, num_inference_steps=4, block_length=4, do_sample=False, seed=1
+        "hello",
+        gen_length=8,
+        num_return_sequences=2,
+        num_inference_steps=4,
+        block_length=4,
+        do_sample=False,
+        seed=1,
     )
     assert ours.texts == theirs.texts and ours.settings == theirs.settings
-    assert ours.texts == FRAMED.generate("hello", length=13, n=2, steps=4, block=4, temperature=0.0, seed=1).texts
-    sampled = FRAMED.generate("a", length=np.int64(9), steps=np.int64(2), seed=np.int64(0), do_sample=True)
+    assert (
+        ours.texts
+        == FRAMED.generate("hello", length=13, n=2, steps=4, block=4, temperature=0.0, seed=1).texts
+    )
+    sampled = FRAMED.generate(
+        "a", length=np.int64(9), steps=np.int64(2), seed=np.int64(0), do_sample=True
+    )
     assert sampled.texts == FRAMED.generate("a", length=9, steps=2).texts
 
 
@@ -136,10 +159,18 @@ def test_the_output_is_a_sequence_of_texts_with_settings() -> None:
     output = FRAMED.generate(["a", "b"], max_new_tokens=3, sampler="remask_loop", **given)
     assert len(output) == 4 and list(output) == output.texts and output[0] == output.texts[0]
     assert output[1:3] == output.texts[1:3] and output.texts[3] in output
-    assert output.nfe == max(output.nfe_each) and output.seconds > 0 and str(output) == "\n\n".join(output.texts)
+    assert (
+        output.nfe == max(output.nfe_each)
+        and output.seconds > 0
+        and str(output) == "\n\n".join(output.texts)
+    )
     settings = given | {"sampler": "remask_loop", "top_p": DEFAULT_TOP_P, "length": 4}
     assert settings.items() <= output.settings.items()
-    defaults = {"sampler": DEFAULT_SAMPLER, "temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P}
+    defaults = {
+        "sampler": DEFAULT_SAMPLER,
+        "temperature": DEFAULT_TEMPERATURE,
+        "top_p": DEFAULT_TOP_P,
+    }
     assert defaults.items() <= FRAMED.generate("a", length=4, steps=2).settings.items()
     assert output.as_dict().keys() == {"texts", "nfe", "seconds", "settings", "nfe_each"}
     assert lm("ar").generate("a", length=9).settings["sampler"] == "left_to_right"
@@ -149,7 +180,9 @@ def test_repr_and_save(tmp_path: Path) -> None:
     assert repr(FRAMED).startswith("LM('") and "device='cpu'" in repr(FRAMED)
     assert f"parameters={sum(p.numel() for p in FRAMED.model.parameters()):,}" in repr(FRAMED)
     folder = FRAMED.save(tmp_path / "saved")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in folder.iterdir()
+    }
     again = adlm.load(folder, device="cpu", verify=True)
     assert again.model.config == FRAMED.model.config and again.row_format.is_framed
     for name, weight in FRAMED.model.state_dict().items():
@@ -195,12 +228,22 @@ def widen(path: Path) -> None:
         ("config.json", cut, r"config\.json is not JSON"),
         ("tokenizer.json", cut, r"tokenizer\.json"),
         ("tokenizer.json", Path.unlink, r"tokenizer\.json is missing or was changed"),
-        ("tokenizer.json", forget, r"has no tokenizer\.json.*copy the one that its data was prepared with"),
-        ("config.json", widen, r"does not fit model\.safetensors: embed\.weight is .*, expected float \(258, 32\)"),
+        (
+            "tokenizer.json",
+            forget,
+            r"has no tokenizer\.json.*copy the one that its data was prepared with",
+        ),
+        (
+            "config.json",
+            widen,
+            r"does not fit model\.safetensors: embed\.weight is .*, expected float \(258, 32\)",
+        ),
         ("model.safetensors", Path.unlink, r"model\.safetensors"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, name: str, damage: Callable[[Path], None], message: str) -> None:
+def test_damaged_files_are_named(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
+) -> None:
     folder = checkpoint.export_model(
         checkpoint.LoadedModel(WRAPPED.model, WRAPPED.tokenizer, "mdlm", 7), tmp_path / "a"
     )
@@ -214,7 +257,10 @@ def test_signatures_list_the_settings() -> None:
     for method in (LM.generate, LM.infill, LM.stream, LM.record):
         shown = inspect.signature(method).parameters
         assert {"max_new_tokens", "n", "steps", "sampler", "seed"} <= set(shown)
-        assert shown["top_p"].default == DEFAULT_TOP_P and shown["top_p"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert (
+            shown["top_p"].default == DEFAULT_TOP_P
+            and shown["top_p"].kind is inspect.Parameter.KEYWORD_ONLY
+        )
         assert shown["temperature"].default == DEFAULT_TEMPERATURE
 
 
@@ -222,6 +268,8 @@ def test_compat_has_the_nucleus_of_the_lineage_too() -> None:
     settings: dict[str, Any] = {"sampler": "ancestral", "steps": 8, "top_p": 0.5, "n": 2, "seed": 3}
     request = WRAPPED.build_request(compat=True, **settings)
     lineage = replace(request, sampling=replace(request.sampling, nucleus="lineage"))
-    usual = replace(request, sampler=replace(request.sampler, fill_argmax=False))  # nothing is left to fill here
+    usual = replace(
+        request, sampler=replace(request.sampler, fill_argmax=False)
+    )  # nothing is left to fill here
     own, same, other = (WRAPPED.run_request(each).texts for each in (request, lineage, usual))
     assert own == same != other

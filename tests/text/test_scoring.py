@@ -35,7 +35,9 @@ def exact_nelbo(model: LM, text: str, eps: float = 0.0) -> float:
         with torch.no_grad():
             log_probs = model.model.log_probs(xt[None])[1][0].double()
         chance = hidden ** len(places) * (1 - hidden) ** (len(is_hidden) - len(places))
-        total -= float((chance * weight).mean()) * sum(float(log_probs[place, ids[place]]) for place in places)
+        total -= float((chance * weight).mean()) * sum(
+            float(log_probs[place, ids[place]]) for place in places
+        )
     return total
 
 
@@ -67,7 +69,9 @@ def test_the_bound_of_a_short_text_has_no_noise(method: str, rows: str) -> None:
         assert score.nll * len(text) == pytest.approx(exact_nelbo(model, text), rel=1e-5)
         assert score.ppl == pytest.approx(math.exp(score.nll))
         assert score.bits_per_byte == pytest.approx(score.nll / math.log(2))
-        from_min_time = exact_nelbo(model, text, MIN_TIME)  # what validation and `eval ppl` estimate
+        from_min_time = exact_nelbo(
+            model, text, MIN_TIME
+        )  # what validation and `eval ppl` estimate
         assert from_min_time < score.nll * len(text) <= from_min_time * 1.0011
 
 
@@ -88,16 +92,23 @@ def test_time_conditioning_keeps_draws_at_times() -> None:
     """Its nats depend on the time, so the sets of hidden tokens are not enough; nor is one token's bound exact."""
     model, draws = lm("adlm", time_conditioning=True), 8
     for text in ("x", "the cat"):
-        (score,), layout = model.score(text, draws=draws, seed=3), model.row_format.build_layout((text,))
+        (score,), layout = (
+            model.score(text, draws=draws, seed=3),
+            model.row_format.build_layout((text,)),
+        )
         x0 = torch.tensor([layout.ids]).expand(draws, -1)
         process, rng = ForwardProcess(model.tokenizer.mask_id), CounterRng.from_seed(3, draws)
         (span,) = layout.spans
-        is_fixed = (torch.arange(len(layout)) < span.start) | (torch.arange(len(layout)) >= span.end)
+        is_fixed = (torch.arange(len(layout)) < span.start) | (
+            torch.arange(len(layout)) >= span.end
+        )
         noisy = corrupt(x0, process, rng, 0, is_fixed=is_fixed.expand(draws, -1))
         with torch.no_grad():
             nats = training_loss(model.model, noisy).row_nll.double()
         assert score.nll * score.tokens == pytest.approx(float(nats.mean()), rel=1e-5)
-        assert score.stderr * score.tokens == pytest.approx(float(nats.std()) / math.sqrt(draws), rel=1e-4)
+        assert score.stderr * score.tokens == pytest.approx(
+            float(nats.std()) / math.sqrt(draws), rel=1e-4
+        )
         assert not score.is_exact
 
 
@@ -107,10 +118,19 @@ def test_a_score_is_the_held_out_bound_of_its_row(method: str) -> None:
     model = lm(method, "bare")
     text = "the cat sat"
     ids = torch.tensor([model.tokenizer.encode(text)])
-    bound = estimate_nll(model.model, ids.expand(2000, -1), batch=500, draws=2, score_entropy=method == "sedd", seed=9)
+    bound = estimate_nll(
+        model.model,
+        ids.expand(2000, -1),
+        batch=500,
+        draws=2,
+        score_entropy=method == "sedd",
+        seed=9,
+    )
     (score,) = model.score(text, draws=4000, batch=500)
     assert score.tokens == ids.shape[1]
-    assert abs(score.nll - bound.nll) < 4 * math.hypot(score.stderr, bound.stderr) + 0.001 * score.nll
+    assert (
+        abs(score.nll - bound.nll) < 4 * math.hypot(score.stderr, bound.stderr) + 0.001 * score.nll
+    )
     assert not score.is_exact
     assert score.bits_per_byte == pytest.approx(score.nll * score.tokens / math.log(2) / len(text))
 
@@ -122,7 +142,9 @@ def test_a_score_does_not_depend_on_other_texts_batch_or_padding(method: str) ->
     assert len(whole) == len(TEXTS)
     for batch in (1, 7, 1000):
         for one, other in zip(whole, model.score(TEXTS, draws=16, batch=batch), strict=True):
-            assert other.nll == pytest.approx(one.nll, rel=1e-5) and other.stderr == pytest.approx(one.stderr, rel=1e-4)
+            assert other.nll == pytest.approx(one.nll, rel=1e-5) and other.stderr == pytest.approx(
+                one.stderr, rel=1e-4
+            )
     for text, one in zip(TEXTS, whole, strict=True):
         (alone,) = model.score(text, draws=16)
         assert alone.nll == pytest.approx(one.nll, rel=1e-5)
@@ -133,7 +155,9 @@ def test_a_score_does_not_depend_on_other_texts_batch_or_padding(method: str) ->
 
 
 def test_a_score_is_without_dropout() -> None:
-    model = random_model("mdlm", vocab_size=258, mask_id=257, dim=16, length=64, dropout=0.5).train()
+    model = random_model(
+        "mdlm", vocab_size=258, mask_id=257, dim=16, length=64, dropout=0.5
+    ).train()
     noisy = wrap(model, method="mdlm")
     assert noisy.score("the cat", draws=8) == noisy.score("the cat", draws=8)
 

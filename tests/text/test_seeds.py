@@ -12,7 +12,11 @@ from tests.text.models import lm
 from tests.world import OPTIONS
 
 PROMPTS = ["", "The cat ", "Once upon a time"]
-TEMPLATES: list[Any] = ["The ___{3} sat on ___{4}.", "___{1}", ["a", Hole.of_length(5), "b_", Hole.of_length(2)]]
+TEMPLATES: list[Any] = [
+    "The ___{3} sat on ___{4}.",
+    "___{1}",
+    ["a", Hole.of_length(5), "b_", Hole.of_length(2)],
+]
 CAUSAL = ("ar", "a2r")
 
 
@@ -36,10 +40,17 @@ def assert_same_texts(model: LM, kind: str, given: list[Any], **sampling: Any) -
     return whole.texts
 
 
-BLOCKWISE = ("remask_loop", "remask_conf", "first_hitting", "confidence")  # of each kind of sampler one
+BLOCKWISE = (
+    "remask_loop",
+    "remask_conf",
+    "first_hitting",
+    "confidence",
+)  # of each kind of sampler one
 
 
-@pytest.mark.parametrize(("name", "block"), [*((name, None) for name in SAMPLERS), *((name, 7) for name in BLOCKWISE)])
+@pytest.mark.parametrize(
+    ("name", "block"), [*((name, None) for name in SAMPLERS), *((name, 7) for name in BLOCKWISE)]
+)
 def test_masked_models(name: str, block: int | None) -> None:
     sampling = {"sampler": name, "block": block, **OPTIONS[name]}
     texts = assert_same_texts(lm("adlm"), "prompt", PROMPTS, seed=5, **sampling)
@@ -53,7 +64,9 @@ def test_masked_models(name: str, block: int | None) -> None:
 def test_causal_models(method: str) -> None:
     texts = assert_same_texts(lm(method), "prompt", PROMPTS, seed=5)
     assert len(set(texts)) == len(texts)
-    assert_same_texts(lm(method), "template", ["a ___{4}", "The cat ___{9}", ["x_", Hole.of_length(1)]], seed=5)
+    assert_same_texts(
+        lm(method), "template", ["a ___{4}", "The cat ___{9}", ["x_", Hole.of_length(1)]], seed=5
+    )
     assert not set(lm(method).generate(PROMPTS, n=3, length=22, seed=6).texts) & set(texts)
 
 
@@ -71,12 +84,16 @@ def test_other_masked_models(method: str, rows: str, changes: dict[str, Any]) ->
     """Also with the default sampler, and with holes whose length the model chooses."""
     model = lm(method, "bytes", rows, **changes)
     assert_same_texts(model, "prompt", PROMPTS, seed=2, steps=6)
-    assert_same_texts(model, "template", [*TEMPLATES, "an ___ in a ___{1,4}"], seed=2, temperature=0.7, top_p=1.0)
+    assert_same_texts(
+        model, "template", [*TEMPLATES, "an ___ in a ___{1,4}"], seed=2, temperature=0.7, top_p=1.0
+    )
 
 
 @pytest.mark.parametrize("words", ["gpt2", "bert-base-uncased", "prose"])
 def test_other_vocabularies(words: str) -> None:
-    assert_same_texts(lm("adlm", words, "documents"), "template", TEMPLATES, seed=2, top_p=1.0, steps=3)
+    assert_same_texts(
+        lm("adlm", words, "documents"), "template", TEMPLATES, seed=2, top_p=1.0, steps=3
+    )
 
 
 def test_infilling_reveals_one_token_per_step_by_default() -> None:

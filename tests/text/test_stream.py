@@ -14,7 +14,12 @@ from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
 from tests.world import OPTIONS
 
-STATES = {(True, True): HIDDEN, (False, True): REMASKED, (True, False): REVEALED, (False, False): VISIBLE}
+STATES = {
+    (True, True): HIDDEN,
+    (False, True): REMASKED,
+    (True, False): REVEALED,
+    (False, False): VISIBLE,
+}
 TEMPLATES = ["The ___{4} sat on\n___{9}.", "___{3}", " ___{2} ___{1}x"]
 KINDS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("adlm", "bytes", "documents", {}),
@@ -47,9 +52,13 @@ def test_trajectory_frames_agree_with_token_frames(name: str) -> None:
             frame, ids = step.trajectory_frame(row), step.frame.tokens[row].tolist()
             assert (frame.step, frame.nfe) == (step.step, step.nfe[row])
             places = [place for place, _ in layout.parts(ids)]
-            is_masked = [place is not None and ids[place] == model.tokenizer.mask_id for place in places]
+            is_masked = [
+                place is not None and ids[place] == model.tokenizer.mask_id for place in places
+            ]
             assert [token.is_masked for token in frame.tokens] == is_masked
-            for place, token, before, now in zip(places, frame.tokens, was_masked or is_masked, is_masked, strict=True):
+            for place, token, before, now in zip(
+                places, frame.tokens, was_masked or is_masked, is_masked, strict=True
+            ):
                 is_given = place is None or layout.is_fixed[place]
                 assert token.state == (GIVEN if is_given else STATES[before, now])
                 assert not (token.is_masked and token.text)
@@ -57,10 +66,15 @@ def test_trajectory_frames_agree_with_token_frames(name: str) -> None:
             blocks = "".join(BLOCK if token.is_masked else token.text for token in frame.tokens)
             assert blocks == step.texts[row] and frame.text == blocks.replace(BLOCK, "")
             assert all(piece in frame.text for piece in given)
-            was_masked, reveals = is_masked, reveals + any(token.state == REVEALED for token in frame.tokens)
+            was_masked, reveals = (
+                is_masked,
+                reveals + any(token.state == REVEALED for token in frame.tokens),
+            )
         assert not any(was_masked or [True])
         assert steps[0].nfe[row] == 0 and steps[0].trajectory_frame(row).text == "".join(given)
-        assert steps[-1].nfe[row] == reveals, "every evaluation reveals something, and nothing is revealed without one"
+        assert steps[-1].nfe[row] == reveals, (
+            "every evaluation reveals something, and nothing is revealed without one"
+        )
     assert seen >= {HIDDEN, REVEALED, VISIBLE, GIVEN}
     assert (REMASKED in seen) == (name.startswith("remask") or name in ("dfm", "forward_backward"))
 
@@ -68,7 +82,9 @@ def test_trajectory_frames_agree_with_token_frames(name: str) -> None:
 def predict_row(model: LM, step: StreamStep, row: int) -> torch.Tensor:
     """The distribution of every position by the network that guesses, for a row alone and without folding."""
     tokens = step.frame.tokens[row : row + 1, : len(step.layouts[row])]
-    level = torch.tensor([-math.log(1 - (1 - 1e-3) * float((tokens == model.tokenizer.mask_id).float().mean()))])
+    level = torch.tensor(
+        [-math.log(1 - (1 - 1e-3) * float((tokens == model.tokenizer.mask_id).float().mean()))]
+    )
     with torch.no_grad():
         features = model.model(tokens, level)
         head = model.model.head if features.anchor is None else model.model.anchor_head
@@ -95,7 +111,9 @@ def test_guesses_are_the_networks_and_change_nothing(
             probs, ids = predict_row(model, step, row), step.frame.tokens[row, : len(layout)]
             best = torch.where(ids == model.tokenizer.mask_id, probs.argmax(-1), ids)
             is_anchor = rare_in_sequence(MAX_COUNT)(best[None], None)[0]
-            for (place, _), token in zip(layout.parts(ids.tolist()), step.trajectory_frame(row).tokens, strict=True):
+            for (place, _), token in zip(
+                layout.parts(ids.tolist()), step.trajectory_frame(row).tokens, strict=True
+            ):
                 assert len(token.guesses) == (4 if token.is_masked else 0)
                 assert place is None or token.is_anchor == bool(is_anchor[place])
                 if place is None or not token.is_masked:
@@ -104,7 +122,9 @@ def test_guesses_are_the_networks_and_change_nothing(
                 guessed = step.guesses.tokens[row, place]
                 assert not special[guessed].any()
                 values = torch.tensor([prob for _, prob in token.guesses]).double()
-                torch.testing.assert_close(values, probs[place].topk(4).values, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    values, probs[place].topk(4).values, atol=1e-5, rtol=1e-4
+                )
                 torch.testing.assert_close(values, probs[place][guessed], atol=1e-5, rtol=1e-4)
                 name = model.tokenizer.decode([int(guessed[0])])
                 assert token.guesses[0][0] in (name, name.removeprefix(" "))
@@ -119,7 +139,9 @@ def test_a_guess_after_a_given_blank_is_shown_without_one() -> None:
     model = lm("adlm", "prose", "documents")
     (step, *_) = model.stream(template="The ___{1}___{1}", guesses=50)
     tokens = step.trajectory_frame().tokens
-    assert tokens[0].text == "The " and not any(guess.startswith(" ") for guess, _ in tokens[-2].guesses)
+    assert tokens[0].text == "The " and not any(
+        guess.startswith(" ") for guess, _ in tokens[-2].guesses
+    )
     assert any(guess.startswith(" ") for guess, _ in tokens[-1].guesses)
 
 
@@ -127,9 +149,13 @@ def test_a_guess_after_a_given_blank_is_shown_without_one() -> None:
 def test_a_causal_model_is_streamed_without_guesses(method: str) -> None:
     steps = list(lm(method).stream(["ab", "abcd"], length=9, guesses=3))
     assert all(step.guesses is None for step in steps)
-    assert [step.trajectory_frame(0).tokens[-1].state for step in steps] == [HIDDEN] * 7 + [REVEALED]
+    assert [step.trajectory_frame(0).tokens[-1].state for step in steps] == [HIDDEN] * 7 + [
+        REVEALED
+    ]
     assert steps[0].texts == ["ab" + BLOCK * 7, "abcd" + BLOCK * 5] and steps[-1].nfe == [7, 5]
-    assert [token.state for token in steps[0].trajectory_frame(1).tokens] == [GIVEN] * 4 + [HIDDEN] * 5
+    assert [token.state for token in steps[0].trajectory_frame(1).tokens] == [GIVEN] * 4 + [
+        HIDDEN
+    ] * 5
 
 
 def test_a_notebook_shows_a_trajectory_as_a_player() -> None:
@@ -140,8 +166,14 @@ def test_a_notebook_shows_a_trajectory_as_a_player() -> None:
 
 
 def test_steps_without_a_change_share_what_is_drawn() -> None:
-    steps = list(lm("adlm", "bytes", "documents").stream(length=6, sampler="ancestral", steps=300, guesses=2, seed=1))
+    steps = list(
+        lm("adlm", "bytes", "documents").stream(
+            length=6, sampler="ancestral", steps=300, guesses=2, seed=1
+        )
+    )
     frames = [step.trajectory_frame() for step in steps]
     assert [frame.step for frame in frames] == list(range(301))
-    assert len({id(frame.tokens) for frame in frames}) <= 14  # before and after each of at most six changes
+    assert (
+        len({id(frame.tokens) for frame in frames}) <= 14
+    )  # before and after each of at most six changes
     assert len({id(step.guesses) for step in steps}) <= 14

@@ -16,10 +16,23 @@ from adlm.text.templates import (
     parse_template,
     tokenize_piece,
 )
-from tests.text.models import TOKENIZERS, any_template, any_text, given_in, holds_in_order, lm, tokenizer
+from tests.text.models import (
+    TOKENIZERS,
+    any_template,
+    any_text,
+    given_in,
+    holds_in_order,
+    lm,
+    tokenizer,
+)
 
 COUNT = 260  # templates for each tokenizer: more than 1,000 in all
-ROWS = {"gpt2": "documents", "bert-base-uncased": "wrapped", "bytes": "wrapped", "prose": "documents"}
+ROWS = {
+    "gpt2": "documents",
+    "bert-base-uncased": "wrapped",
+    "bytes": "wrapped",
+    "prose": "documents",
+}
 
 
 @pytest.mark.parametrize("words", TOKENIZERS)
@@ -39,11 +52,16 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
             fixed, ids = torch.tensor(layout.is_fixed), torch.tensor(layout.ids)
             assert torch.equal(step.frame.tokens[row, : len(layout)][fixed], ids[fixed])
             assert holds_in_order(step.trajectory_frame(row).text, pieces)
-        assert all(holds_in_order(text, pieces) for text, pieces in zip(step.texts, given_pieces, strict=True))
+        assert all(
+            holds_in_order(text, pieces)
+            for text, pieces in zip(step.texts, given_pieces, strict=True)
+        )
 
     texts = model.infill(templates, **sampling).texts
     assert texts == steps[-1].texts
-    for row, (layout, template, text) in enumerate(zip(request.layouts, templates, texts, strict=True)):
+    for row, (layout, template, text) in enumerate(
+        zip(request.layouts, templates, texts, strict=True)
+    ):
         ids = steps[-1].frame.tokens[row].tolist()
         found = layout.pieces(ids)
         assert "".join(piece for piece, _ in found) == text == steps[-1].trajectory_frame(row).text
@@ -74,7 +92,9 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
     model = lm("mdlm", words, "documents")
     templates = ["The ___{2} sat", "a___{1} ___{1}  ___{2}", " ___{3}", "x ___{1}___{1}."]
     layouts = model.build_request(template=templates).layouts
-    last = model.run_request(model.build_request(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4))
+    last = model.run_request(
+        model.build_request(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
+    )
     *_, step = model.stream(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
     firsts = 0
     for row, layout in enumerate(layout for layout in layouts for _ in range(20)):
@@ -88,8 +108,14 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
             if layout.kinds[span.start] == WORD:
                 firsts += 1
                 name = model.tokenizer.bpe.id_to_token(ids[span.start])
-                assert not name.startswith("##") if words.startswith("bert") else name[0] == "Ġ" != name[1]
-                assert not "".join(text or "" for text in layout.decode_hole(span, ids)).startswith(" ")
+                assert (
+                    not name.startswith("##")
+                    if words.startswith("bert")
+                    else name[0] == "Ġ" != name[1]
+                )
+                assert not "".join(text or "" for text in layout.decode_hole(span, ids)).startswith(
+                    " "
+                )
     assert (firsts > 0) == (words != "bytes")
     assert step.texts == last.texts
     assert all(text.startswith("The ") and text.endswith(" sat") for text in last.texts[:20])
@@ -104,16 +130,28 @@ def test_the_shares_of_tokens_are_the_text(text: str, words: str) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.one_of(st.text(max_size=12), st.integers(1, 3).map(Hole.of_length)), max_size=6), st.data())
-def test_any_tokens_in_the_holes_leave_what_is_given(pieces: list[str | Hole], data: st.DataObject) -> None:
+@given(
+    st.lists(st.one_of(st.text(max_size=12), st.integers(1, 3).map(Hole.of_length)), max_size=6),
+    st.data(),
+)
+def test_any_tokens_in_the_holes_leave_what_is_given(
+    pieces: list[str | Hole], data: st.DataObject
+) -> None:
     """Also tokens that no limits would let stand: half characters, marks, hashes."""
     words = tokenizer(data.draw(st.sampled_from(TOKENIZERS)))
     layout = build_layout(parse_template(pieces), words, ends=data.draw(st.booleans()))
-    drawn = iter(data.draw(st.lists(st.integers(0, words.vocab_size - 1), min_size=20, max_size=20)))
-    ids = [token if fixed else next(drawn) for token, fixed in zip(layout.ids, layout.is_fixed, strict=True)]
+    drawn = iter(
+        data.draw(st.lists(st.integers(0, words.vocab_size - 1), min_size=20, max_size=20))
+    )
+    ids = [
+        token if fixed else next(drawn)
+        for token, fixed in zip(layout.ids, layout.is_fixed, strict=True)
+    ]
     found = layout.pieces(ids)
     assert [piece for piece, is_given in found if is_given] == given_in(pieces)
-    assert layout.text(ids).replace(BLOCK, "") == "".join(piece for piece, _ in found).replace(BLOCK, "")
+    assert layout.text(ids).replace(BLOCK, "") == "".join(piece for piece, _ in found).replace(
+        BLOCK, ""
+    )
 
 
 @pytest.mark.parametrize("words", ["gpt2", "bytes", "prose"])
@@ -132,9 +170,15 @@ def test_the_parser_finds_holes_and_leaves_lists_alone() -> None:
     assert parse_template("a__b_") == ("a__b_",)
     assert parse_template("___ {x}") == (Hole(), " {x}")
     for wrong in ("___{x}", "___{-1}", "___{}", "___{2,}", "____{1", "___{1.5}"):
-        with pytest.raises(ValueError, match=r"^'_+{.* is not a hole: write ___ for any length, ___.5. for five"):
+        with pytest.raises(
+            ValueError, match=r"^'_+{.* is not a hole: write ___ for any length, ___.5. for five"
+        ):
             parse_template(f"a {wrong} b")
-    assert parse_template(["a", "___", "", Hole.of_length(3), "b", "c"]) == ("a___", Hole.of_length(3), "bc")
+    assert parse_template(["a", "___", "", Hole.of_length(3), "b", "c"]) == (
+        "a___",
+        Hole.of_length(3),
+        "bc",
+    )
     assert parse_template("") == ()
     for hole in (Hole(), Hole.of_length(4), Hole(2, 5)):
         assert parse_template(str(hole)) == (hole,)
@@ -145,13 +189,20 @@ def test_the_classes_of_a_vocabulary() -> None:
     words = tokenizer("gpt2")
     special, banned, joins_blanks, is_continued = classify_tokens(words)
     assert special.nonzero()[:, 0].tolist() == [words.eos_id, words.mask_id]
-    assert [bool(banned[WORD, words.encode(text)[0]]) for text in (" cat", " ", "cat")] == [False, True, True]
+    assert [bool(banned[WORD, words.encode(text)[0]]) for text in (" cat", " ", "cat")] == [
+        False,
+        True,
+        True,
+    ]
     assert joins_blanks and not is_continued
     bert = tokenizer("bert-base-uncased")
     special, banned, joins_blanks, is_continued = classify_tokens(bert)
     names = {bert.bpe.id_to_token(i) for i in special.nonzero()[:, 0].tolist()}
     assert names == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
-    assert banned[WORD, bert.bpe.token_to_id("##ing")] and not banned[WORD, bert.bpe.token_to_id("cat")]
+    assert (
+        banned[WORD, bert.bpe.token_to_id("##ing")]
+        and not banned[WORD, bert.bpe.token_to_id("cat")]
+    )
     assert joins_blanks and is_continued
 
 

@@ -43,7 +43,14 @@ TINY: dict[str, Any] = {
     "batch": 8,
     "ema": 0.9,
     "device": "cpu",
-    "model": {"preset": "nano", "dim": 32, "heads": 2, "anchor_layers": 1, "denoiser_layers": 1, "dropout": 0.0},
+    "model": {
+        "preset": "nano",
+        "dim": 32,
+        "heads": 2,
+        "anchor_layers": 1,
+        "denoiser_layers": 1,
+        "dropout": 0.0,
+    },
     "optimizer": {"lr": 3e-3, "warmup": 3},
     "valid": {"every": 5, "rows": 16},
     "checkpoint": {"every": 5},
@@ -54,7 +61,10 @@ TINY: dict[str, Any] = {
 @contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
     """A context in which a longer file cannot be written, as on a full disk."""
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
@@ -84,13 +94,26 @@ def data(rows: str = "wrapped") -> Path:
         documents.append(" ".join(document))
     text.write_text("\n".join(documents), "utf-8")
     tokenizer = data() / "tokenizer.json"
-    prepare(text, folder, tokenizer=tokenizer, length=32, rows=rows, documents="line", valid_share=0.1, workers=1)
+    prepare(
+        text,
+        folder,
+        tokenizer=tokenizer,
+        length=32,
+        rows=rows,
+        documents="line",
+        valid_share=0.1,
+        workers=1,
+    )
     return folder
 
 
 def tiny_config(method: str = "adlm", **sizes: Any) -> ModelConfig:
     """A model of one layer per stage."""
-    layers = {"anchor_layers": 1, "denoiser_layers": 1} if METHODS[method].two_stages else {"denoiser_layers": 1}
+    layers = (
+        {"anchor_layers": 1, "denoiser_layers": 1}
+        if METHODS[method].two_stages
+        else {"denoiser_layers": 1}
+    )
     return build_config(method, "nano", **(layers | sizes))
 
 
@@ -124,7 +147,9 @@ def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
     known = HuggingFaceStorageReader(str(path / "training")).read_metadata().state_dict_metadata
     loaded = {name: torch.zeros(about.size) for name, about in known.items()}
     checkpoint.load_training_tensors(path, loaded)
-    return loaded | {f"model.{name}": value for name, value in checkpoint.read_weights(path).items()}
+    return loaded | {
+        f"model.{name}": value for name, value in checkpoint.read_weights(path).items()
+    }
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -141,11 +166,16 @@ def assert_close(one: Path, other: Path, *, losses: float = 2e-5, weights: float
         assert a.keys() == b.keys()
         wrong = [key for key in a if abs(a[key] - b[key]) > losses * max(1, abs(b[key]))]
         assert not wrong, (wrong, a, b)
-    mine, theirs = ({k: v for k, v in tensors(run).items() if not k.startswith("optimizer.")} for run in (one, other))
+    mine, theirs = (
+        {k: v for k, v in tensors(run).items() if not k.startswith("optimizer.")}
+        for run in (one, other)
+    )
     torch.testing.assert_close(mine, theirs, rtol=0, atol=weights)
 
 
-def in_process(folder: Path, *changes: str, slow: float = 0.0, rows: str = "wrapped") -> BaseProcess:
+def in_process(
+    folder: Path, *changes: str, slow: float = 0.0, rows: str = "wrapped"
+) -> BaseProcess:
     """Start `adlm train` in another process, forked from one that has torch loaded.
 
     Writing each file of a checkpoint takes `slow` seconds more.
@@ -192,7 +222,13 @@ def torchrun(
     processes: int, *command: str, restarts: int = 0, seconds: float = 100
 ) -> subprocess.CompletedProcess[str]:
     """A command (`-m module …`) in several processes of this machine, none of which is left behind."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
     given = [*launch, f"--max-restarts={restarts}", *command]
     env, pipe = os.environ | {"OMP_NUM_THREADS": "1"}, subprocess.PIPE
     with subprocess.Popen(given, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) as process:
@@ -214,16 +250,22 @@ def run_jobs(processes: int, jobs: dict[str, list[str]], seconds: float = 100) -
     assert done.returncode == 0, done.stderr[-4000:]
     errors = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("errors-*.json"))]
     assert len(errors) == processes
-    assert all(one.keys() == errors[0].keys() for one in errors), "processes failed at different runs"
+    assert all(one.keys() == errors[0].keys() for one in errors), (
+        "processes failed at different runs"
+    )
     return errors[0]
 
 
 def _run_jobs(listed: Path) -> None:
-    rendezvous = sys.modules["torch.distributed.rendezvous"]  # the name in torch.distributed is a function
+    rendezvous = sys.modules[
+        "torch.distributed.rendezvous"
+    ]  # the name in torch.distributed is a function
     errors, create = {}, rendezvous._create_c10d_store
     for name, given in json.loads(listed.read_text("utf-8")).items():
         # Each run has its own keys in torchrun's store, which still has the addresses of the run before.
-        rendezvous._create_c10d_store = lambda *a, name=name, **k: dist.PrefixStore(name, create(*a, **k))
+        rendezvous._create_c10d_store = lambda *a, name=name, **k: dist.PrefixStore(
+            name, create(*a, **k)
+        )
         try:
             train(*given)
         except Exception as error:
@@ -233,7 +275,9 @@ def _run_jobs(listed: Path) -> None:
 
 def _run_and_die(given: list[str]) -> None:
     """A run whose second process is killed once there is a checkpoint, the first time that it is started."""
-    folder = Path(next(change for change in given if change.startswith("folder=")).removeprefix("folder="))
+    folder = Path(
+        next(change for change in given if change.startswith("folder=")).removeprefix("folder=")
+    )
 
     def watch() -> None:
         while not (folder / "checkpoints" / "latest").exists():

@@ -25,7 +25,10 @@ def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment
     before = {path.name for path in partial(folder)}
     if moment == "any time":
         time.sleep(rng.uniform(0, 1))
-    elif wait_until(lambda: any(path.name not in before for path in partial(folder)), process) and moment == "later":
+    elif (
+        wait_until(lambda: any(path.name not in before for path in partial(folder)), process)
+        and moment == "later"
+    ):
         time.sleep(rng.uniform(0, 0.2))
     process.kill()
     code = get_exit_code(process)

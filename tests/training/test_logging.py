@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from adlm.training.logging import append_record, cut_metrics, format_record, open_tracker, read_metrics
+from adlm.training.logging import (
+    append_record,
+    cut_metrics,
+    format_record,
+    open_tracker,
+    read_metrics,
+)
 from tests.evaluate.scorers import needs
 from tests.training.runs import ROOT
 
@@ -35,7 +41,10 @@ def test_metrics_are_read_as_written(tmp_path: Path) -> None:
     assert read_metrics(path) == records
     append_record(path, {"step": 5, "a": math.nan})
     lines = path.read_text("utf-8").splitlines()
-    assert lines[3:] == ['{"step": 4, "a": Infinity, "time": {"c": -Infinity}}', '{"step": 5, "a": NaN}']
+    assert lines[3:] == [
+        '{"step": 4, "a": Infinity, "time": {"c": -Infinity}}',
+        '{"step": 5, "a": NaN}',
+    ]
     assert math.isnan(read_metrics(path)[-1]["a"])
 
 
@@ -71,7 +80,9 @@ def test_an_incomplete_last_line_is_left_out_and_cut(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_an_interrupted_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_cut_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "m.jsonl"
     records = write(path, 1, 2, 3)
 
@@ -87,7 +98,9 @@ def test_an_interrupted_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": 1}', "\x00\x00"])
 @pytest.mark.parametrize("after", ["", format_record(record(3))], ids=["last", "middle"])
-def test_a_damaged_line_is_an_error_with_its_number(tmp_path: Path, damage: str, after: str) -> None:
+def test_a_damaged_line_is_an_error_with_its_number(
+    tmp_path: Path, damage: str, after: str
+) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(f"{format_record(record(1))}{damage}\n{after}", "utf-8")
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2 is no object with a step: "):
@@ -95,7 +108,9 @@ def test_a_damaged_line_is_an_error_with_its_number(tmp_path: Path, damage: str,
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_missing_tracker_names_the_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_names_the_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     message = rf"tracker '{name}'.*pip install .*\[track\]"
     with pytest.raises(ImportError, match=message), open_tracker(name, tmp_path, {}):
@@ -136,7 +151,9 @@ def track(name: str, folder: Path, **environment: str) -> None:
     needs(name)
     command = [sys.executable, "-c", TRACKED, name, str(folder)]
     env = {**os.environ, "HOME": str(folder), "PYTHONPATH": str(ROOT), **environment}
-    ran = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -145,16 +162,22 @@ def test_wandb_offline_keeps_one_run(tmp_path: Path) -> None:
     track("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     name = (tmp_path / "wandb_id").read_text("utf-8").strip()
     files = list(tmp_path.glob(f"wandb/offline-run-*/run-{name}.wandb"))
-    assert files and len(files) == len(list(tmp_path.glob("wandb/offline-run-*/*.wandb")))  # the resumed part as well
+    assert files and len(files) == len(
+        list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    )  # the resumed part as well
     written = b"".join(file.read_bytes() for file in files)
-    assert all(part.encode() in written for part in ("val/nll", "time/seconds", "1.25", "2.25", "3.25"))
+    assert all(
+        part.encode() in written for part in ("val/nll", "time/seconds", "1.25", "2.25", "3.25")
+    )
 
 
 @pytest.mark.slow
 def test_trackio_keeps_one_run_in_its_folder(tmp_path: Path) -> None:
     track("trackio", tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
     with sqlite3.connect(tmp_path / "trackio" / "adlm.db") as database:
-        rows = database.execute("select run_id, run_name, step, metrics from metrics order by step").fetchall()
+        rows = database.execute(
+            "select run_id, run_name, step, metrics from metrics order by step"
+        ).fetchall()
     assert len({row[0] for row in rows}) == 1 and {row[1] for row in rows} == {tmp_path.name}
     metrics = [(step, {"val/nll": step + 0.25, "time/seconds": 1.0}) for step in (1, 2, 3)]
     assert [(row[2], json.loads(row[3])) for row in rows] == metrics

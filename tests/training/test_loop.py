@@ -36,14 +36,24 @@ def rows(padded: bool = False) -> TensorRows:
 
 def tiny(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
     prepared = open_data(data())
-    sizes = {"vocab_size": prepared.vocab_size, "mask_id": prepared.mask_id, "dim": 32, "heads": 2, "length": 32}
+    sizes = {
+        "vocab_size": prepared.vocab_size,
+        "mask_id": prepared.mask_id,
+        "dim": 32,
+        "heads": 2,
+        "length": 32,
+    }
     return LanguageModel(tiny_config(method, **sizes, dropout=dropout), seed=1)
 
 
-def build_objective(model: LanguageModel, anchor_rule: AnchorRule | None = None, **options: Any) -> Objective:
+def build_objective(
+    model: LanguageModel, anchor_rule: AnchorRule | None = None, **options: Any
+) -> Objective:
     """The paper's objective, or changes to it."""
     rule = anchor_rule or rare_in_sequence(max_count=5)
-    process = ForwardProcess(model.config.mask_id, anchor_rule=rule if model.config.anchor_layers else None)
+    process = ForwardProcess(
+        model.config.mask_id, anchor_rule=rule if model.config.anchor_layers else None
+    )
     return Objective(process, model.config.is_causal, **options)
 
 
@@ -66,7 +76,9 @@ def take_steps(
     batches = iter(ShuffledBatches(rows(padded), 8, seed=seed))
     optimizers = optimizers if optimizers is not None else build_optimizers(model, FAST)
     built = build_objective(model, **(objective or {}))
-    return list(train_steps(parallel, built, batches, optimizers, steps=steps, seed=seed, **options))
+    return list(
+        train_steps(parallel, built, batches, optimizers, steps=steps, seed=seed, **options)
+    )
 
 
 def plain_descent(model: LanguageModel) -> list[Optimizer]:
@@ -79,7 +91,9 @@ def perturbed(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
     model = tiny(method, dropout)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+            )
     return model
 
 
@@ -88,7 +102,9 @@ def test_batches_that_are_corrupted_in_a_thread_give_the_same_run(micro_batch: i
     runs = []
     for in_background in (False, True):
         model = perturbed(dropout=0.1)
-        metrics = take_steps(model, padded=True, micro_batch=micro_batch, in_background=in_background)
+        metrics = take_steps(
+            model, padded=True, micro_batch=micro_batch, in_background=in_background
+        )
         runs.append([*(each.values for each in metrics), *model.state_dict().values()])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
@@ -100,7 +116,9 @@ def test_an_error_in_the_thread_stops_the_run() -> None:
         take_steps(model, steps=20, in_background=True)
 
 
-def assert_equal_runs(method: str, whole: dict[str, Any], cut: dict[str, Any], dropout: float = 0.0) -> None:
+def assert_equal_runs(
+    method: str, whole: dict[str, Any], cut: dict[str, Any], dropout: float = 0.0
+) -> None:
     one, other = perturbed(method, dropout), perturbed(method, dropout)
     first = take_steps(one, method=method, optimizers=plain_descent(one), **whole)
     second = take_steps(other, method=method, optimizers=plain_descent(other), **cut)
@@ -108,12 +126,20 @@ def assert_equal_runs(method: str, whole: dict[str, Any], cut: dict[str, Any], d
     torch.testing.assert_close(values[1], values[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=1e-6)
     start = perturbed(method).parameters()
-    assert max(float((p - q).detach().abs().max()) for p, q in zip(one.parameters(), start, strict=True)) > 1e-3
+    assert (
+        max(
+            float((p - q).detach().abs().max())
+            for p, q in zip(one.parameters(), start, strict=True)
+        )
+        > 1e-3
+    )
 
 
 def test_the_same_seed_gives_the_same_losses_bit_for_bit() -> None:
     def losses(seed: int, dropout: float = 0.1) -> list[float]:
-        return [float(metrics.values[0]) for metrics in take_steps(tiny(dropout=dropout), seed=seed)]
+        return [
+            float(metrics.values[0]) for metrics in take_steps(tiny(dropout=dropout), seed=seed)
+        ]
 
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -175,7 +201,9 @@ def test_activations_may_be_computed_again(dropout: float) -> None:
 
 def test_the_rate_climbs_then_stays_or_falls() -> None:
     def rate(step: int, decay: str, **options: float) -> float:
-        return get_lr_multiplier(step, 100, OptimizerSettings(decay=decay, **{"warmup": 10, **options}))
+        return get_lr_multiplier(
+            step, 100, OptimizerSettings(decay=decay, **{"warmup": 10, **options})
+        )
 
     assert [rate(step, "constant") for step in (1, 5, 10, 100)] == [0.1, 0.5, 1.0, 1.0]
     assert [rate(step, "cosine") for step in (10, 55, 100)] == pytest.approx([1.0, 0.55, 0.1])
@@ -184,9 +212,13 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
     assert falling == sorted(falling, reverse=True)
     assert [rate(step, "wsd") for step in (5, 10, 81)] == [0.5, 1.0, 1.0]
     assert [rate(step, "wsd") for step in (82, 91, 100)] == pytest.approx([0.95, 0.5, 0.05])
-    assert [rate(step, "wsd", decay_share=0.5) for step in (51, 52, 100)] == pytest.approx([1, 0.98, 0.02])
+    assert [rate(step, "wsd", decay_share=0.5) for step in (51, 52, 100)] == pytest.approx(
+        [1, 0.98, 0.02]
+    )
     overlapping = [rate(step, "wsd", warmup=60, decay_share=1.0) for step in range(1, 101)]
-    assert max(abs(b - a) for a, b in pairwise(overlapping)) < 0.02 and 0.62 < max(overlapping) < 0.64
+    assert (
+        max(abs(b - a) for a, b in pairwise(overlapping)) < 0.02 and 0.62 < max(overlapping) < 0.64
+    )
     assert get_lr_multiplier(1, 10, OptimizerSettings(warmup=0)) == 1.0
 
 
@@ -196,7 +228,11 @@ def test_steps_without_padding_are_those_with_it(checkpoint_activations: bool) -
     runs = []
     for is_unpadded in (False, True):
         model = perturbed()
-        options: dict[str, Any] = {"padded": True, "micro_batch": 3, "checkpoint_activations": checkpoint_activations}
+        options: dict[str, Any] = {
+            "padded": True,
+            "micro_batch": 3,
+            "checkpoint_activations": checkpoint_activations,
+        }
         options |= {"optimizers": plain_descent(model), "objective": {"is_unpadded": is_unpadded}}
         values = torch.stack([metrics.values for metrics in take_steps(model, **options)])
         runs.append((values, torch.cat([p.detach().flatten() for p in model.parameters()])))
@@ -212,13 +248,20 @@ def test_muon_moves_the_layers_matrices_and_adamw_the_rest() -> None:
         settings = OptimizerSettings("muon", lr=lr, muon_lr=muon_lr)
         take_steps(model, steps=2, optimizers=build_optimizers(model, settings))
         moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-        assert moved == matrices if lr == 0 else moved.isdisjoint(matrices) and {"embed.weight", "head.weight"} <= moved
+        assert (
+            moved == matrices
+            if lr == 0
+            else moved.isdisjoint(matrices) and {"embed.weight", "head.weight"} <= moved
+        )
 
 
 def test_with_muon_only_its_matrices_decay() -> None:
     model = perturbed()
     adamw, muon = build_optimizers(model, OptimizerSettings("muon", weight_decay=0.1))
-    assert (adamw.param_groups[0]["weight_decay"], muon.param_groups[0]["weight_decay"]) == (0.0, 0.1)
+    assert (adamw.param_groups[0]["weight_decay"], muon.param_groups[0]["weight_decay"]) == (
+        0.0,
+        0.1,
+    )
     (adamw,) = build_optimizers(model, OptimizerSettings("adamw", weight_decay=0.1))
     assert adamw.param_groups[0]["weight_decay"] == 0.1
 
@@ -235,7 +278,9 @@ def test_batched_muon_is_torchs_muon(decay: float) -> None:
             for matrix in matrices[:-1]:  # the last one has no gradient
                 matrix.grad = torch.randn(matrix.shape, generator=rng)
             muon.step()
-        results.append([*matrices, *(muon.state[matrix]["momentum_buffer"] for matrix in matrices[:-1])])
+        results.append(
+            [*matrices, *(muon.state[matrix]["momentum_buffer"] for matrix in matrices[:-1])]
+        )
         assert not muon.state[matrices[-1]]
     for one, other in zip(*results, strict=True):
         assert (one - other).norm() <= 1e-3 * one.norm()  # the products are bfloat16
@@ -273,20 +318,29 @@ def test_normalized_rows_of_muon_have_equal_size_at_the_same_norm() -> None:
 def test_logged_metrics_are_means_since_the_last_log(tmp_path: Path) -> None:
     run(tmp_path / "each", "log.every=1")
     run(tmp_path / "some", "log.every=4")
-    each, some = ([r for r in curve(tmp_path / name) if "train/loss" in r] for name in ("each", "some"))
+    each, some = (
+        [r for r in curve(tmp_path / name) if "train/loss" in r] for name in ("each", "some")
+    )
     assert [record["step"] for record in some] == [4, 8, 10]  # the last step is always logged
     for logged, part in zip(some, (each[0:4], each[4:8], each[8:10]), strict=True):
         for name in ("train/loss", "train/nll", "train/anchor", "train/grad_norm"):
-            assert logged[name] == pytest.approx(sum(record[name] for record in part) / len(part), rel=1e-12)
+            assert logged[name] == pytest.approx(
+                sum(record[name] for record in part) / len(part), rel=1e-12
+            )
         assert logged["tokens"] == logged["step"] * 8 * 32
-    valid = [[record for record in curve(tmp_path / name) if "val/nll" in record] for name in ("each", "some")]
+    valid = [
+        [record for record in curve(tmp_path / name) if "val/nll" in record]
+        for name in ("each", "some")
+    ]
     assert valid[0] == valid[1]
 
 
 BATCH = Batch(torch.zeros(1, 1, dtype=torch.int64), None, torch.zeros(1), torch.zeros(1), 1, {})
 
 
-@pytest.mark.parametrize("bad", [[float("nan"), float("nan"), 0.0, 1.0], [1.0, 1.0, 0.0, float("inf")]])
+@pytest.mark.parametrize(
+    "bad", [[float("nan"), float("nan"), 0.0, 1.0], [1.0, 1.0, 0.0, float("inf")]]
+)
 def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(
     bad: list[float], tmp_path: Path
 ) -> None:
@@ -305,10 +359,14 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(
 def test_a_spike_of_the_reported_nll_alone_stops_nothing(tmp_path: Path) -> None:
     """With times that are not uniform its estimate has rare large weights, which the optimized loss has not."""
     context = DistributedContext(torch.device("cpu"))
-    task = open_text_task(load_config(*arguments(tmp_path), "guard.window=3", "guard.spike=20"), context)
+    task = open_text_task(
+        load_config(*arguments(tmp_path), "guard.window=3", "guard.spike=20"), context
+    )
     with ExitStack() as exit_stack:
         logger = RunLogger(task, context, exit_stack, {"step": 0, "seconds": 0.0})
-        for step, values in enumerate(([5.0, 5.0], [5.1, 5.2], [4.9, 4.8], [5.0, 500.0], [500.0, 5.0]), 1):
+        for step, values in enumerate(
+            ([5.0, 5.0], [5.1, 5.2], [4.9, 4.8], [5.0, 500.0], [500.0, 5.0]), 1
+        ):
             logger.add(StepMetrics(step, torch.tensor([*values, 0.0, 1.0]), 1.0, 0.0, BATCH, 0.0))
         with pytest.raises(Diverged, match="the loss at step 5 is 500"):
             logger.read()
@@ -316,7 +374,9 @@ def test_a_spike_of_the_reported_nll_alone_stops_nothing(tmp_path: Path) -> None
 
 def test_a_spike_is_not_noise() -> None:
     guard, calm = LossGuard(spike=4.0, window=4), LossGuard(spike=None, window=4)
-    for step, loss in enumerate([9.0, 5.0, 5.1, 4.9, 5.0, 5.2], 1):  # the last one is within four deviations
+    for step, loss in enumerate(
+        [9.0, 5.0, 5.1, 4.9, 5.0, 5.2], 1
+    ):  # the last one is within four deviations
         guard.check(loss, 1.0, step, BATCH)
         calm.check(loss, 1.0, step, BATCH)
     calm.check(50.0, 1.0, 7, BATCH)
@@ -341,4 +401,7 @@ def test_weights_that_are_not_finite_stop_before_the_weights_move() -> None:
     with pytest.raises(Diverged, match="step 1") as caught:
         take_steps(model, steps=1)
     assert len(caught.value.batch.tokens) == 8
-    assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p.nan_to_num(), before[name].nan_to_num())
+        for name, p in model.named_parameters()
+    )

@@ -23,7 +23,9 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "causal": ("method=a2r",),
     "one stage": ("method=mdlm", "model.anchor_layers=null", "ema=null"),
     "score entropy": ("method=sedd", "model.anchor_layers=null"),
-    "halves": ("log.every=5",),  # the first five steps end with a record, as they do when they are all
+    "halves": (
+        "log.every=5",
+    ),  # the first five steps end with a record, as they do when they are all
 }
 TWO = [("full", "ddp"), ("full", "fsdp"), ("padded", "ddp"), ("padded pieces", "fsdp")]
 TWO += [("no anchor weight", "ddp"), ("causal", "fsdp"), ("one stage", "ddp")]
@@ -34,7 +36,12 @@ REFUSED = {  # kind, changes, the error
     "shard": ("hsdp", "parallel.shard=3", "parallel.shard=3 does not divide the 2 processes"),
 }
 FOUR = [(shape, kind) for shape in ("full", "padded") for kind in ("ddp", "fsdp", "hsdp")]
-FOUR += [("pieces", "hsdp"), ("padded pieces", "fsdp"), ("padded pieces", "ddp"), ("no anchor weight", "fsdp")]
+FOUR += [
+    ("pieces", "hsdp"),
+    ("padded pieces", "fsdp"),
+    ("padded pieces", "ddp"),
+    ("no anchor weight", "fsdp"),
+]
 FOUR += [("causal", "hsdp"), ("one stage", "fsdp"), ("score entropy", "ddp")]
 
 
@@ -68,20 +75,29 @@ def two() -> dict[str, str]:
     """All runs of two processes, and the errors of those that must fail."""
     jobs = {f"{shape} {kind}": job(2, shape, kind) for shape, kind in TWO}
     jobs["half"] = job(2, "halves", "fsdp", "steps=5", name="half")
-    return run_jobs(2, jobs | {name: job(2, "full", *changes, name=name) for name, (*changes, _) in REFUSED.items()})
+    return run_jobs(
+        2,
+        jobs
+        | {name: job(2, "full", *changes, name=name) for name, (*changes, _) in REFUSED.items()},
+    )
 
 
 @cache
 def four() -> dict[str, str]:
     jobs = {f"{shape} {kind}": job(4, shape, kind) for shape, kind in FOUR}
-    jobs |= {f"half {kind}": job(4, "halves", kind, "steps=5", name=f"half-{kind}") for kind in ("fsdp", "hsdp")}
+    jobs |= {
+        f"half {kind}": job(4, "halves", kind, "steps=5", name=f"half-{kind}")
+        for kind in ("fsdp", "hsdp")
+    }
     return run_jobs(4, jobs, seconds=400)
 
 
 FOUR_IF_SLOW = [pytest.param(4, *case, marks=pytest.mark.slow) for case in FOUR]
 
 
-@pytest.mark.parametrize(("processes", "shape", "kind"), [*((2, *case) for case in TWO), *FOUR_IF_SLOW])
+@pytest.mark.parametrize(
+    ("processes", "shape", "kind"), [*((2, *case) for case in TWO), *FOUR_IF_SLOW]
+)
 def test_several_processes_are_one(processes: int, shape: str, kind: str) -> None:
     errors = two() if processes == 2 else four()
     assert f"{shape} {kind}" not in errors, errors[f"{shape} {kind}"]
@@ -123,6 +139,11 @@ def test_fewer_processes_resume_what_four_sharded(tmp_path: Path, processes: int
         if processes == 1:
             run(folder, *settings("halves", "none"))
     if processes == 2:
-        assert run_jobs(2, {kind: arguments(folders[kind], *settings("halves", "fsdp")) for kind in folders}) == {}
+        assert (
+            run_jobs(
+                2, {kind: arguments(folders[kind], *settings("halves", "fsdp")) for kind in folders}
+            )
+            == {}
+        )
     for folder in folders.values():
         assert_close(folder, alone("halves"))

@@ -9,10 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import compute_checksums, find_latest_checkpoint, load_model, read_state, write_json
+from adlm.checkpoint import (
+    compute_checksums,
+    find_latest_checkpoint,
+    load_model,
+    read_state,
+    write_json,
+)
 from adlm.methods import METHODS
 from adlm.training.logging import RunLogger, StepMetrics
-from tests.training.runs import assert_same, curve, data, get_exit_code, in_process, run, tensors, wait_until
+from tests.training.runs import (
+    assert_same,
+    curve,
+    data,
+    get_exit_code,
+    in_process,
+    run,
+    tensors,
+    wait_until,
+)
 
 
 class Crash(Exception):
@@ -37,7 +52,9 @@ def crash_at(step: int) -> Iterator[None]:
 
 
 def method_settings(method: str) -> tuple[str, ...]:
-    return f"method={method}", *(() if METHODS[method].two_stages else ("model.anchor_layers=null",))
+    return f"method={method}", *(
+        () if METHODS[method].two_stages else ("model.anchor_layers=null",)
+    )
 
 
 def check_resume(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") -> None:
@@ -46,7 +63,9 @@ def check_resume(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped
     run(straight, *changes, rows=rows)
     with crash_at(crash):
         run(torn, *changes, rows=rows)
-    assert find_latest_checkpoint(torn / "checkpoints") is not None, "nothing to resume from: the test is void"
+    assert find_latest_checkpoint(torn / "checkpoints") is not None, (
+        "nothing to resume from: the test is void"
+    )
     done = run(torn, *changes, rows=rows)
     assert_same(torn, straight)
     states = [read_state(folder / "checkpoints" / "latest") for folder in (straight, torn)]
@@ -59,12 +78,20 @@ def check_resume(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped
 CASES: dict[str, tuple[str, ...]] = {
     "adamw": ("optimizer.name=adamw",),
     "muon": ("optimizer.name=muon", "optimizer.muon_lr=0.01"),
-    "normalized muon": ("optimizer.name=muon", "optimizer.split_qkv=true", "optimizer.muon_beta2=0.9"),
+    "normalized muon": (
+        "optimizer.name=muon",
+        "optimizer.split_qkv=true",
+        "optimizer.muon_beta2=0.9",
+    ),
     "no ema": ("ema=null",),
     "dropout": ("model.dropout=0.1", "parallel.checkpoint_activations=true"),
     "tied": ("model.tied=true", "micro_batch=3", "optimizer.decay=wsd"),
     "second epoch": ("data.workers=2", "batch=96", "checkpoint.background=false"),
-    "random anchors": ("objective.anchor_ramp=false", "objective.anchor_rule=random", "objective.fraction=0.3"),
+    "random anchors": (
+        "objective.anchor_ramp=false",
+        "objective.anchor_rule=random",
+        "objective.fraction=0.3",
+    ),
     "nothing logged": ("log.every=10", "valid.every=10", "checkpoint.every=2"),
     **{method: (*method_settings(method), "model.dropout=0.1") for method in METHODS},
     **{f"padded {method}": method_settings(method) for method in ("adlm", "a2r")},
@@ -73,7 +100,9 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_five_and_five(tmp_path: Path, case: str) -> None:
-    check_resume(tmp_path, *CASES[case], crash=7, rows="documents" if "padded" in case else "wrapped")
+    check_resume(
+        tmp_path, *CASES[case], crash=7, rows="documents" if "padded" in case else "wrapped"
+    )
 
 
 def test_metrics_that_were_not_yet_logged_are_not_lost(tmp_path: Path) -> None:
@@ -110,7 +139,11 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     before = (tmp_path / "config.yaml").read_bytes(), curve(tmp_path)
     with pytest.raises(ValueError, match="other settings") as caught:
         run(tmp_path, "steps=10", "batch=4", "optimizer.lr=0.1", "ema=null")
-    for change in ("batch: 8 then, 4 now", "optimizer.lr: 0.003 then, 0.1 now", "ema: 0.9 then, None now"):
+    for change in (
+        "batch: 8 then, 4 now",
+        "optimizer.lr: 0.003 then, 0.1 now",
+        "ema: 0.9 then, None now",
+    ):
         assert change in str(caught.value)
     assert "steps" not in str(caught.value)
     assert before == ((tmp_path / "config.yaml").read_bytes(), curve(tmp_path))
@@ -122,23 +155,33 @@ def test_a_run_of_an_older_format_is_refused_but_its_model_loads(tmp_path: Path)
     """Run folders written before format 2 have no format number, and spell config keys differently."""
     run(tmp_path, "steps=5")
     path = tmp_path / "checkpoints" / "step-00000005"
-    write_json(path / "state.json", {key: value for key, value in read_state(path).items() if key != "format"})
+    write_json(
+        path / "state.json",
+        {key: value for key, value in read_state(path).items() if key != "format"},
+    )
     (path / "checksums.json").unlink()
     write_json(path / "checksums.json", compute_checksums(path))
     (tmp_path / "config.yaml").write_text("optimiser:\n  lr: 0.1\n", "utf-8")
-    with pytest.raises(ValueError, match="run format 1, and this version of adlm resumes format 2: start a new"):
+    with pytest.raises(
+        ValueError, match="run format 1, and this version of adlm resumes format 2: start a new"
+    ):
         run(tmp_path)
     assert load_model(tmp_path, verify=True).step == 5
 
 
-@pytest.mark.parametrize("values", [{"seconds": "7"}, {"step": None}, {"batches": [{"epoch": 0}]}, {"recent": 3}])
+@pytest.mark.parametrize(
+    "values", [{"seconds": "7"}, {"step": None}, {"batches": [{"epoch": 0}]}, {"recent": 3}]
+)
 def test_a_state_that_no_run_wrote_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
     run(tmp_path, "steps=5")
     path = tmp_path / "checkpoints" / "step-00000005"
     write_json(path / "state.json", read_state(path) | values)
     (path / "checksums.json").unlink()
     write_json(path / "checksums.json", compute_checksums(path))
-    with pytest.raises(ValueError, match=rf"state\.json has {next(iter(values))} .*copy or download the folder again"):
+    with pytest.raises(
+        ValueError,
+        match=rf"state\.json has {next(iter(values))} .*copy or download the folder again",
+    ):
         run(tmp_path)
 
 
@@ -170,7 +213,9 @@ def test_going_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
 
 def test_a_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     run(tmp_path / "one", "steps=5", "log.every=5")
-    with pytest.raises(ValueError, match=r"not a checkpoint: expected auto or one of .*step-00000005"):
+    with pytest.raises(
+        ValueError, match=r"not a checkpoint: expected auto or one of .*step-00000005"
+    ):
         run(tmp_path / "one", f"resume={tmp_path / 'one/checkpoints/step-00000004'}")
     run(tmp_path / "two", f"resume={tmp_path / 'one/checkpoints/latest'}", "log.every=5")
     run(tmp_path / "one", "log.every=5")
@@ -192,7 +237,9 @@ def test_a_run_without_its_link_resumes_from_the_newest_checkpoint(tmp_path: Pat
 
 
 def test_a_copy_of_a_run_resumes_where_links_became_folders(tmp_path: Path) -> None:
-    straight, torn, copied, bare = (tmp_path / name for name in ("straight", "torn", "copied", "bare"))
+    straight, torn, copied, bare = (
+        tmp_path / name for name in ("straight", "torn", "copied", "bare")
+    )
     run(straight)
     with crash_at(7):
         run(torn)
@@ -209,7 +256,10 @@ def test_a_copy_of_a_run_resumes_where_links_became_folders(tmp_path: Path) -> N
 
 
 def test_a_run_whose_workers_outlive_it_restarts_at_once(tmp_path: Path) -> None:
-    changes, metrics = ("steps=100000", "data.workers=2", "valid.every=1000"), tmp_path / "metrics.jsonl"
+    changes, metrics = (
+        ("steps=100000", "data.workers=2", "valid.every=1000"),
+        tmp_path / "metrics.jsonl",
+    )
     process = in_process(tmp_path, *changes)
     assert wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text("utf-8").split()
@@ -217,10 +267,16 @@ def test_a_run_whose_workers_outlive_it_restarts_at_once(tmp_path: Path) -> None
     assert get_exit_code(process) == -9
     with crash_at(2):
         run(tmp_path, *changes, "resume=auto")
-    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()], "all workers had ended: the test is void"
+    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()], (
+        "all workers had ended: the test is void"
+    )
 
 
-SIGNALS = [(signal.SIGTERM, 75), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow)]
+SIGNALS = [
+    (signal.SIGTERM, 75),
+    (signal.SIGINT, 130),
+    pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow),
+]
 
 
 SIGNAL_RUN = ("steps=60", "log.every=7", "checkpoint.every=1000", "valid.every=50")

@@ -21,7 +21,9 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     assert run(tmp_path, "steps=2").step == 2
 
 
-def test_processes_of_another_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_another_launcher_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="not started by torchrun"):
         run(tmp_path / "run")
@@ -36,12 +38,25 @@ def test_an_apple_gpu_does_not_train(tmp_path: Path) -> None:
 
 def test_a_recipe_for_reasoning_does_not_train_on_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use `adlm reason train`"):
-        train("reason-quick", f"data.path={tmp_path / 'data'}", folder=tmp_path / "run", steps=1, device="cpu")
+        train(
+            "reason-quick",
+            f"data.path={tmp_path / 'data'}",
+            folder=tmp_path / "run",
+            steps=1,
+            device="cpu",
+        )
 
 
 def test_data_without_held_out_rows(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, "utf-8")
-    prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=300, length=32, valid_share=0, workers=1)
+    prepare(
+        tmp_path / "text.txt",
+        tmp_path / "data",
+        train_tokenizer=300,
+        length=32,
+        valid_share=0,
+        workers=1,
+    )
     with pytest.raises(ValueError, match="0 valid rows"):
         train(tiny_recipe(), f"data.path={tmp_path / 'data'}", folder=tmp_path / "run")
 

@@ -22,7 +22,9 @@ NASTY = '</script><script>window.broken=1</script><!-- <b>&amp; "quotes" \' \u20
 
 
 def read_data(page: str) -> Any:
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL
+    )
     assert data.isascii() and not set("<>&") & set(data)
     return json.loads(data)
 
@@ -35,8 +37,12 @@ def decode_frames(trajectory: dict[str, Any], count: int) -> list[TrajectoryFram
         for gap in numbers:
             at += gap
             kind, text, guesses = (next(numbers) for _ in range(3))
-            pairs = [(trajectory["strings"][next(numbers)], next(numbers) / 1000) for _ in range(guesses)]
-            tokens[at] = TokenState(trajectory["strings"][text], STATES[kind // 2], tuple(pairs), kind % 2 == 1)
+            pairs = [
+                (trajectory["strings"][next(numbers)], next(numbers) / 1000) for _ in range(guesses)
+            ]
+            tokens[at] = TokenState(
+                trajectory["strings"][text], STATES[kind // 2], tuple(pairs), kind % 2 == 1
+            )
         frames.append(TrajectoryFrame(step, nfe, tuple(tokens)))
     return frames
 
@@ -48,7 +54,12 @@ def units(text: str) -> bytes:
 
 def round_frame(frame: TrajectoryFrame) -> tuple[object, ...]:
     tokens = [
-        (units(token.text), token.state, [(units(g), round(1000 * p)) for g, p in token.guesses], token.is_anchor)
+        (
+            units(token.text),
+            token.state,
+            [(units(g), round(1000 * p)) for g, p in token.guesses],
+            token.is_anchor,
+        )
         for token in frame.tokens
     ]
     return frame.step, frame.nfe, tokens
@@ -67,7 +78,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     for step in range(1, draw(st.integers(1, 5))):
         for at in draw(st.sets(st.integers(0, len(tokens) - 1))) if tokens else ():
             tokens[at] = draw(TOKENS)
-        frames.append(TrajectoryFrame(step, frames[-1].nfe + draw(st.integers(0, 2)), tuple(tokens)))
+        frames.append(
+            TrajectoryFrame(step, frames[-1].nfe + draw(st.integers(0, 2)), tuple(tokens))
+        )
     return Trajectory(draw(TEXTS), tuple(frames), draw(st.floats(0, 100)), {"seed": 1}, draw(TEXTS))
 
 
@@ -78,7 +91,9 @@ def test_every_frame_comes_back(given_trajectories: list[Trajectory], title: str
     assert units(data["title"]) == units(title) and data["states"] == list(STATES)
     for decoded, trajectory in zip(data["trajectories"], given_trajectories, strict=True):
         frames = decode_frames(decoded, len(trajectory.frames[0].tokens))
-        assert [round_frame(frame) for frame in frames] == [round_frame(frame) for frame in trajectory.frames]
+        assert [round_frame(frame) for frame in frames] == [
+            round_frame(frame) for frame in trajectory.frames
+        ]
         assert units(decoded["title"]) == units(trajectory.title)
         assert units(decoded["guesser"]) == units(trajectory.guesser)
         assert decoded["seconds"] == pytest.approx(trajectory.seconds, abs=1e-3)
@@ -89,7 +104,9 @@ def test_a_frame_holds_what_changed() -> None:
     changed = [same[0], TokenState(" d", "given"), same[2]]
     (data,) = read_data(render_player([make_trajectory(same, same, changed)]))["trajectories"]
     assert [frame[:2] for frame in data["frames"]] == [[0, 0], [1, 1], [2, 2]]
-    assert data["frames"][1][2] == [] and data["frames"][2][2][0] == 2  # the second token: two after -1
+    assert (
+        data["frames"][1][2] == [] and data["frames"][2][2][0] == 2
+    )  # the second token: two after -1
     assert data["strings"] == [" a", " b", " c", " d"]
 
 
@@ -129,7 +146,9 @@ class Elements(HTMLParser):
 
 def nasty() -> Trajectory:
     tokens = (TokenState(NASTY, "revealed"), TokenState("", "hidden", ((NASTY, 0.5),)))
-    return Trajectory(NASTY, (TrajectoryFrame(0, 0, tokens),), 0.0, {NASTY: NASTY, "nan": float("nan")}, NASTY)
+    return Trajectory(
+        NASTY, (TrajectoryFrame(0, 0, tokens),), 0.0, {NASTY: NASTY, "nan": float("nan")}, NASTY
+    )
 
 
 def test_no_text_breaks_out(tmp_path: Path) -> None:
@@ -137,7 +156,10 @@ def test_no_text_breaks_out(tmp_path: Path) -> None:
     harmless = render_player([make_trajectory([TokenState("x", "given")])], "t")
     assert [tag for tag, _ in Elements(page).tags] == [tag for tag, _ in Elements(harmless).tags]
     data = read_data(page)
-    assert data["title"] == NASTY and data["trajectories"][0]["settings"] == [[NASTY, NASTY], ["nan", "NaN"]]
+    assert data["title"] == NASTY and data["trajectories"][0]["settings"] == [
+        [NASTY, NASTY],
+        ["nan", "NaN"],
+    ]
     assert Elements(page).texts["title"].startswith("</script><script>window.broken=1")
 
 
@@ -148,7 +170,14 @@ def test_the_page_loads_nothing_and_may_run_its_own_script_only() -> None:
         for name, value in attributes.items():
             assert not name.startswith("on") and name not in ("src", "style"), (tag, name)
             assert name != "href" or (value or "").startswith("data:"), value
-    policy = next(a["content"] for tag, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
+    policy = (
+        next(
+            a["content"]
+            for tag, a in elements.tags
+            if a.get("http-equiv") == "Content-Security-Policy"
+        )
+        or ""
+    )
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy
     script = elements.texts["script"]
     script = script[script.index("\n") :]  # the data comes first, on one line, and is not run
@@ -170,12 +199,18 @@ def test_title_and_parents(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there are 0 trajectories: give at least one"):
         write_player([], tmp_path / "new" / "a.html")
-    with pytest.raises(ValueError, match=r"is a folder: give the name of a file, such as .*sample\.html"):
+    with pytest.raises(
+        ValueError, match=r"is a folder: give the name of a file, such as .*sample\.html"
+    ):
         write_player([simulate(steps=2)], tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"'empty' has 0 frames of \[\] tokens: record at least one frame"):
+    with pytest.raises(
+        ValueError, match=r"'empty' has 0 frames of \[\] tokens: record at least one frame"
+    ):
         make_trajectory(title="empty")
-    with pytest.raises(ValueError, match=r"has 2 frames of \[0, 1\] tokens: .* every position in each"):
+    with pytest.raises(
+        ValueError, match=r"has 2 frames of \[0, 1\] tokens: .* every position in each"
+    ):
         make_trajectory([], [TokenState("x", "given")])
 
 

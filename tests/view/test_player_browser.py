@@ -19,10 +19,34 @@ pytestmark = pytest.mark.slow  # `make test` needs no browser
 # One token that is given, one that is revealed, remasked and revealed again, one that comes last.
 STATES = (
     (("given", "The"),) * 6,
-    (("hidden", ""), ("revealed", " cat"), ("remasked", ""), ("hidden", ""), ("revealed", " dog"), ("visible", " dog")),
+    (
+        ("hidden", ""),
+        ("revealed", " cat"),
+        ("remasked", ""),
+        ("hidden", ""),
+        ("revealed", " dog"),
+        ("visible", " dog"),
+    ),
     (("hidden", ""),) * 5 + (("revealed", "."),),
 )
-ODD = ["", " a", "b ", "\n", "\n\n c", " ", "\t", "é", " 冬", "😀", "\ud83d", "\ude00", "<", "\u2028", "\x00", "\r\n"]
+ODD = [
+    "",
+    " a",
+    "b ",
+    "\n",
+    "\n\n c",
+    " ",
+    "\t",
+    "é",
+    " 冬",
+    "😀",
+    "\ud83d",
+    "\ude00",
+    "<",
+    "\u2028",
+    "\x00",
+    "\r\n",
+]
 PLAYING = "document.body.classList.contains('playing')"
 SCRUB = "document.getElementById('scrub').value"
 RIGHT, END = "\ue014", "\ue010"
@@ -32,7 +56,9 @@ def story() -> Trajectory:
     guesses = ((" dog", 0.625), ("<b>bold</b>", 0.25), (" cat", 0.125))
     frames = [
         TrajectoryFrame(
-            10 * step, 11 * step, tuple(TokenState(t, s, () if t else guesses, s == "hidden") for s, t in tokens)
+            10 * step,
+            11 * step,
+            tuple(TokenState(t, s, () if t else guesses, s == "hidden") for s, t in tokens),
         )
         for step, tokens in enumerate(zip(*STATES, strict=True))
     ]
@@ -63,7 +89,10 @@ class Page:
 
     def map(self, selector: str, expression: str) -> list[Any]:
         """An expression of every element `e` that the selector finds."""
-        return self.run(f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})", selector)
+        return self.run(
+            f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})",
+            selector,
+        )
 
     def find(self, selector: str) -> Any:
         return self.driver.find_element("css selector", selector)
@@ -74,16 +103,22 @@ class Page:
 
     def texts(self) -> list[bytes]:
         """The texts of the panels, whatever they hold: numbers come this way unchanged."""
-        texts = self.map(".text", "[...Array(e.textContent.length).keys()].map((i) => e.textContent.charCodeAt(i))")
+        texts = self.map(
+            ".text",
+            "[...Array(e.textContent.length).keys()].map((i) => e.textContent.charCodeAt(i))",
+        )
         return [b"".join(unit.to_bytes(2, "little") for unit in text) for text in texts]
 
     def states(self) -> list[str]:
         return self.map(".text .token", "e.dataset.state")
 
     def shades(self, selector: str) -> dict[str, str]:
-        names = "backgroundColor backgroundImage color textDecorationLine textDecorationStyle boxShadow"
+        names = (
+            "backgroundColor backgroundImage color textDecorationLine textDecorationStyle boxShadow"
+        )
         script = (
-            "const s = getComputedStyle(document.querySelector(arguments[0])); return arguments[1].map((n) => s[n])"
+            "const s = getComputedStyle(document.querySelector(arguments[0])); "
+            "return arguments[1].map((n) => s[n])"
         )
         return dict(zip(names.split(), self.run(script, selector, names.split())))
 
@@ -116,7 +151,9 @@ def page(driver: Any, tmp_path: Path) -> Iterator[Page]:
     assert read_console(driver) == []
     requests = read_requests(driver)
     assert all(url.startswith(("file:", "data:")) for url in requests), requests
-    assert {url for url in requests if url.startswith("file:")} == {(tmp_path / "page.html").as_uri()}
+    assert {url for url in requests if url.startswith("file:")} == {
+        (tmp_path / "page.html").as_uri()
+    }
 
 
 def test_it_plays_to_the_end_and_again_on_request(page: Page) -> None:
@@ -163,8 +200,14 @@ def test_every_frame_is_shown_as_it_was_recorded(page: Page) -> None:
 
 def test_a_token_of_white_space_has_a_block(page: Page) -> None:
     texts = ["", "\n", " ", "a\n", "\n b"]
-    page.open(make_trajectory([TokenState("", "hidden")] * 5, [TokenState(text, "revealed") for text in texts]))
-    assert min(page.map(".text .ink", "e.getBoundingClientRect().width")) > 2  # something to point at
+    page.open(
+        make_trajectory(
+            [TokenState("", "hidden")] * 5, [TokenState(text, "revealed") for text in texts]
+        )
+    )
+    assert (
+        min(page.map(".text .ink", "e.getBoundingClientRect().width")) > 2
+    )  # something to point at
     page.press(END)
     assert page.texts() == [units("\n a\n\n b")]
 
@@ -175,11 +218,24 @@ def test_steps_and_keys(page: Page) -> None:
     page.open(story())
     page.find("#forward").click()
     page.find("#forward").click()
-    assert page.tick() == 2 and page.states() == ["given", "remasked", "hidden"] and page.content(".step") == ["20"]
+    assert (
+        page.tick() == 2
+        and page.states() == ["given", "remasked", "hidden"]
+        and page.content(".step") == ["20"]
+    )
     page.find("#back").click()
-    assert page.tick() == 1 and page.texts() == [units("The cat")] and page.content(".nfe") == ["11"]
+    assert (
+        page.tick() == 1 and page.texts() == [units("The cat")] and page.content(".nfe") == ["11"]
+    )
     page.run("document.activeElement.blur()")
-    for key, tick in [(Keys.RIGHT, 2), (Keys.LEFT, 1), (Keys.END, 5), (Keys.RIGHT, 5), (Keys.HOME, 0), (Keys.LEFT, 0)]:
+    for key, tick in [
+        (Keys.RIGHT, 2),
+        (Keys.LEFT, 1),
+        (Keys.END, 5),
+        (Keys.RIGHT, 5),
+        (Keys.HOME, 0),
+        (Keys.LEFT, 0),
+    ]:
         page.press(key)
         assert page.tick() == tick
     page.press(" ")
@@ -204,7 +260,12 @@ def test_the_card_shows_history_and_guesses(page: Page) -> None:
     assert "anchor network at step 20" in card.text
     history = ["hidden", "revealed as “␣cat”", "remasked", "revealed as “␣dog”"]
     assert page.content("#card .history li span:last-child") == history
-    assert page.content("#card .history li span:first-child") == ["step 0", "step 10", "step 20", "step 40"]
+    assert page.content("#card .history li span:first-child") == [
+        "step 0",
+        "step 10",
+        "step 20",
+        "step 40",
+    ]
     assert page.content("#card .history .now span:last-child") == ["remasked"]
     page.press(RIGHT, RIGHT)  # the card follows the step
     assert page.content("#card .name") == ["␣dogrevealed · token 2 of 3"]
@@ -219,7 +280,9 @@ def test_the_card_follows_the_focus(page: Page) -> None:
     page.open(story())
     page.press(Keys.TAB)  # the text is one stop, its first token
     assert page.content("#card .name") == ["Thegiven · token 1 of 3"]
-    assert page.content("#card .history li span:last-child") == ["given: “The”"] and not page.content("#card .guesses")
+    assert page.content("#card .history li span:last-child") == [
+        "given: “The”"
+    ] and not page.content("#card .guesses")
     page.press(Keys.DOWN, Keys.DOWN)
     assert page.content("#card .name") == ["hiddenanchor · token 3 of 3"]
     page.press(Keys.UP)
@@ -240,9 +303,14 @@ def test_states_differ_by_more_than_color(page: Page) -> None:
     looks = {state: page.shades(f".text .token[data-state={state}] .ink") for state in states}
     names = ("backgroundImage", "textDecorationLine", "textDecorationStyle")
     assert len({tuple(look[name] for name in names) for look in looks.values()}) == 4
-    assert looks["hidden"]["color"] == "rgba(0, 0, 0, 0)" != looks["visible"]["color"]  # a block has no letters
+    assert (
+        looks["hidden"]["color"] == "rgba(0, 0, 0, 0)" != looks["visible"]["color"]
+    )  # a block has no letters
     anchor = page.shades(".text .token.anchor[data-state=hidden] .ink")
-    assert anchor["boxShadow"] != page.shades(".text .token[data-state=hidden]:not(.anchor) .ink")["boxShadow"]
+    assert (
+        anchor["boxShadow"]
+        != page.shades(".text .token[data-state=hidden]:not(.anchor) .ink")["boxShadow"]
+    )
 
 
 def test_guesses_can_be_hidden(page: Page) -> None:
@@ -262,7 +330,13 @@ def test_side_by_side_on_one_timeline(page: Page) -> None:
     tops = page.map(".panel", "e.getBoundingClientRect().top")
     assert len(tops) == 2 and tops[0] == tops[1]
     assert page.content("h2") == ["long", "short"]
-    for tick, steps in [(0, ["0", "0"]), (15, ["15", "5"]), (16, ["16", "5"]), (29, ["29", "10"]), (30, ["30", "10"])]:
+    for tick, steps in [
+        (0, ["0", "0"]),
+        (15, ["15", "5"]),
+        (16, ["16", "5"]),
+        (29, ["29", "10"]),
+        (30, ["30", "10"]),
+    ]:
         page.scrub(tick)
         assert page.content(".step") == page.content(".nfe") == steps
     size = {"width": 340, "height": 700, "deviceScaleFactor": 1, "mobile": True}
@@ -277,8 +351,12 @@ def test_words_do_not_move_while_the_text_appears(page: Page) -> None:
     first = page.map(".text .token", "[e.offsetLeft, e.offsetTop]")
     for tick in (3, 8):
         page.scrub(tick)
-        for before, now in zip(first, page.map(".text .token", "[e.offsetLeft, e.offsetTop]"), strict=True):
-            assert now[1] == before[1] and abs(now[0] - before[0]) < 4  # a comma moves under the letter before it
+        for before, now in zip(
+            first, page.map(".text .token", "[e.offsetLeft, e.offsetTop]"), strict=True
+        ):
+            assert (
+                now[1] == before[1] and abs(now[0] - before[0]) < 4
+            )  # a comma moves under the letter before it
 
 
 def test_settings_and_colors(page: Page) -> None:
@@ -299,9 +377,13 @@ def test_markup_in_a_text_is_text(page: Page) -> None:
     first = (TokenState(alarm, "given"), TokenState("", "hidden", ((alarm, 0.5),)))
     last = (TokenState(alarm, "given"), TokenState("</script><!--", "revealed"))
     frames = (TrajectoryFrame(0, 0, first), TrajectoryFrame(1, 1, last))
-    page.open(Trajectory(alarm, frames, 0.0, {alarm: alarm}, alarm), nasty(), title=f"{alarm}{NASTY}")
+    page.open(
+        Trajectory(alarm, frames, 0.0, {alarm: alarm}, alarm), nasty(), title=f"{alarm}{NASTY}"
+    )
     assert page.content("h1")[0].startswith(alarm) and page.content("h2")[0] == alarm
-    assert page.content("dt")[0] == page.content("dd")[0] == alarm and page.content("title")[0].startswith(alarm)
+    assert page.content("dt")[0] == page.content("dd")[0] == alarm and page.content("title")[
+        0
+    ].startswith(alarm)
     page.point(".text .token:nth-child(2)")
     assert page.content("#card .guesses q") == [alarm.replace(" ", "␣")]
     assert alarm in page.content("#card h3")[0]
@@ -309,13 +391,19 @@ def test_markup_in_a_text_is_text(page: Page) -> None:
     page.scrub(1)
     assert page.texts() == [units(alarm + "</script><!--"), units(NASTY)]
     assert page.run("return window.broken") is None
-    assert len(page.content("script")) == 2 and not page.content("img, h1 *, h2 *, dd *, .text :not(span)")
+    assert len(page.content("script")) == 2 and not page.content(
+        "img, h1 *, h2 *, dd *, .text :not(span)"
+    )
 
 
 def test_the_policy_refuses_other_scripts_and_images(page: Page) -> None:
     page.open(story())
-    page.run("const s = document.createElement('script'); s.textContent = 'window.broken = 1'; document.body.append(s)")
-    page.run("const i = document.createElement('img'); i.src = 'missing.png'; document.body.append(i)")
+    page.run(
+        "const s = document.createElement('script'); s.textContent = 'window.broken = 1'; document.body.append(s)"
+    )
+    page.run(
+        "const i = document.createElement('img'); i.src = 'missing.png'; document.body.append(i)"
+    )
     assert page.run("return window.broken") is None
     page.wait("document.querySelector('img').complete")
     refusals = read_console(page.driver)
@@ -325,6 +413,12 @@ def test_the_policy_refuses_other_scripts_and_images(page: Page) -> None:
 
 
 def test_one_frame_is_a_page_without_a_timeline(page: Page) -> None:
-    page.open(Trajectory("done", (TrajectoryFrame(7, 9, (TokenState("x", "given"),)),)), moving=True)
-    assert page.texts() == [units("x")] and page.content(".step") == ["7"] and page.content(".nfe") == ["9"]
+    page.open(
+        Trajectory("done", (TrajectoryFrame(7, 9, (TokenState("x", "given"),)),)), moving=True
+    )
+    assert (
+        page.texts() == [units("x")]
+        and page.content(".step") == ["7"]
+        and page.content(".nfe") == ["9"]
+    )
     assert not page.find("#play").is_enabled() and not page.find("#scrub").is_enabled()

@@ -17,14 +17,29 @@ from rich.segment import Segment
 from adlm.view.console import escape_controls
 from adlm.view.look import PROBABILITY_LEVELS
 from adlm.view.terminal import BLOCKS, DenoisingView, draw_frame, watch
-from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+from adlm.view.trajectory import (
+    GIVEN,
+    HIDDEN,
+    REMASKED,
+    STATES,
+    VISIBLE,
+    TokenState,
+    Trajectory,
+    TrajectoryFrame,
+)
 from tests.view.trajectories import PARAGRAPH, simulate
 
 SGR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def terminal(**options: Any) -> Console:
-    settings = {"width": 100, "height": 40, "force_terminal": True, "color_system": "256", "legacy_windows": False}
+    settings = {
+        "width": 100,
+        "height": 40,
+        "force_terminal": True,
+        "color_system": "256",
+        "legacy_windows": False,
+    }
     return Console(file=StringIO(), _environ={}, **settings | options)
 
 
@@ -49,10 +64,17 @@ def one_token(text: str, state: str = VISIBLE, **options: Any) -> TrajectoryFram
     return TrajectoryFrame(0, 0, (TokenState(text, state, **options),))
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"], include_characters="\n"))))
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"], include_characters="\n")))
+)
 def test_text_of_any_script_is_not_altered(texts: list[str]) -> None:
     frame = TrajectoryFrame(
-        0, 0, tuple(TokenState(text, STATES[2 + i % 3], is_anchor=i % 2 == 0) for i, text in enumerate(texts))
+        0,
+        0,
+        tuple(
+            TokenState(text, STATES[2 + i % 3], is_anchor=i % 2 == 0)
+            for i, text in enumerate(texts)
+        ),
     )
     assert draw_frame(frame).plain == frame.text
 
@@ -93,7 +115,9 @@ def test_guesses_are_colored_by_their_probability() -> None:
     probabilities = [0.0, *PROBABILITY_LEVELS, PROBABILITY_LEVELS[0] - 1e-6]
     frames = [one_token("", HIDDEN, guesses=((" word", p),)) for p in probabilities]
     *styles, just_below = [segments(draw_frame(frame), terminal())[1].style for frame in frames]
-    assert len({style.color for style in styles if style}) == len(styles) and just_below == styles[0]
+    assert (
+        len({style.color for style in styles if style}) == len(styles) and just_below == styles[0]
+    )
 
 
 def test_a_hidden_token_is_a_block_or_its_likeliest_guess() -> None:
@@ -112,10 +136,17 @@ def test_counters_are_right(number: int) -> None:
     frame = simulate().frames[number]
     hidden = sum(token.is_masked for token in frame.tokens)
     drawn = "\n".join(render_lines(DenoisingView([frame], ["loop"], [64]), terminal()))
-    assert f" step {number} of 64 " in drawn and f" NFE {number} · {hidden} of {len(frame.tokens)} hidden " in drawn
+    assert (
+        f" step {number} of 64 " in drawn
+        and f" NFE {number} · {hidden} of {len(frame.tokens)} hidden " in drawn
+    )
     assert abs(drawn.count("━") / 80 - 1) < 0.2  # a bar, all of it
     without_steps = "\n".join(render_lines(DenoisingView([frame], ["loop"], [None]), terminal()))
-    assert f" step {number} " in without_steps and "of 64" not in without_steps and "━" not in without_steps
+    assert (
+        f" step {number} " in without_steps
+        and "of 64" not in without_steps
+        and "━" not in without_steps
+    )
 
 
 def test_two_panels_stand_side_by_side_where_there_is_room() -> None:
@@ -123,7 +154,9 @@ def test_two_panels_stand_side_by_side_where_there_is_room() -> None:
     drawn = DenoisingView(frames, ["left", "right"], [64, 64])
     wide, narrow = (render_lines(drawn, terminal(width=width)) for width in (81, 80))
     assert "left" in wide[0] and "right" in wide[0]
-    assert "left" in narrow[0] and "right" not in narrow[0] and any("right" in line for line in narrow)
+    assert (
+        "left" in narrow[0] and "right" not in narrow[0] and any("right" in line for line in narrow)
+    )
     for width in (30, 80, 81, 100, 300):
         assert max(map(len, render_lines(drawn, terminal(width=width)))) <= width
     assert "hidden again" in wide[-2] + wide[-1]
@@ -131,8 +164,17 @@ def test_two_panels_stand_side_by_side_where_there_is_room() -> None:
 
 def test_a_legend_breaks_no_entry() -> None:
     for width in (40, 60, 80, 120):
-        drawn = "\n".join(render_lines(DenoisingView([one_token("x")], ["t"], [1]), terminal(width=width)))
-        for entry in ("░░░ hidden", "new just revealed", "▒▒▒ hidden again", "text given", "word anchor", "guess <25%"):
+        drawn = "\n".join(
+            render_lines(DenoisingView([one_token("x")], ["t"], [1]), terminal(width=width))
+        )
+        for entry in (
+            "░░░ hidden",
+            "new just revealed",
+            "▒▒▒ hidden again",
+            "text given",
+            "word anchor",
+            "guess <25%",
+        ):
             assert entry in drawn
     plain = DenoisingView([one_token("x")], ["t"], [1], show_guesses=False)
     assert "guess" not in "\n".join(render_lines(plain, terminal()))
@@ -142,11 +184,15 @@ def test_a_legend_breaks_no_entry() -> None:
 @pytest.mark.parametrize(("width", "height"), [(100, 15), (60, 24), (60, 16), (45, 20), (200, 9)])
 def test_a_view_fits_the_screen(width: int, height: int, count: int) -> None:
     trajectories = [simulate(PARAGRAPH * 3, steps=20), simulate(PARAGRAPH, steps=20)][:count]
-    view = DenoisingView([], ["long", "short"][:count], [20, 20][:count], show_guesses=False, height=height)
+    view = DenoisingView(
+        [], ["long", "short"][:count], [20, 20][:count], show_guesses=False, height=height
+    )
     for frames in zip(*(trajectory.frames for trajectory in trajectories)):
         view.frames = frames
         lines = render_lines(view, terminal(width=width, height=height))
-        assert len(lines) <= height and any("⋯" in line for line in lines)  # the long one is cropped
+        assert len(lines) <= height and any(
+            "⋯" in line for line in lines
+        )  # the long one is cropped
 
 
 def watch_two(console: Console, **options: Any) -> str:
@@ -154,16 +200,26 @@ def watch_two(console: Console, **options: Any) -> str:
     trajectories = [simulate(steps=12), simulate(steps=5, seed=1, title="quick")]
     streams = [iter(trajectory.frames) for trajectory in trajectories]
     seen = watch(streams, ["loop", "quick"], console, steps=[12, None], **options)
-    assert [Trajectory(each.title, tuple(frames)) for each, frames in zip(trajectories, seen)] == trajectories
+    assert [
+        Trajectory(each.title, tuple(frames)) for each, frames in zip(trajectories, seen)
+    ] == trajectories
     return read_output(console)
 
 
-@pytest.mark.parametrize("console", [terminal(), terminal(width=50, height=10), terminal(no_color=True)])
+@pytest.mark.parametrize(
+    "console", [terminal(), terminal(width=50, height=10), terminal(no_color=True)]
+)
 def test_watching_returns_every_frame_and_restores_the_terminal(console: Console) -> None:
     out = watch_two(console, pause=0.001)
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is back
     rest = SGR.sub("", out[out.index("\x1b[?25h") :])
-    for token in ("harbour", "lighthouse", "bay.", "step 12 of 12", "step 5 "):  # the last drawing is whole
+    for token in (
+        "harbour",
+        "lighthouse",
+        "bay.",
+        "step 12 of 12",
+        "step 5 ",
+    ):  # the last drawing is whole
         assert token in rest
 
 
@@ -179,10 +235,18 @@ def test_there_is_no_pause_for_a_step_without_a_change(monkeypatch: pytest.Monke
 def test_a_pipe_and_a_dumb_terminal_get_the_last_texts(is_dumb: bool) -> None:
     console = terminal(force_terminal=False, color_system="auto", width=40)
     if is_dumb:
-        console = Console(file=StringIO(), force_terminal=True, color_system=None, width=40, _environ={"TERM": "dumb"})
+        console = Console(
+            file=StringIO(),
+            force_terminal=True,
+            color_system=None,
+            width=40,
+            _environ={"TERM": "dumb"},
+        )
     out = watch_two(console, pause=9.0)  # nobody watches: no pause
     assert "\x1b" not in out and out.count(PARAGRAPH) == 2  # not folded: a pipe has no width
-    counters = re.findall(r"^(loop|quick): (step \d+(?: of 12)?), NFE (\d+) · 0 of \d+ hidden$", out, re.M)
+    counters = re.findall(
+        r"^(loop|quick): (step \d+(?: of 12)?), NFE (\d+) · 0 of \d+ hidden$", out, re.M
+    )
     assert counters == [("loop", "step 12 of 12", "12"), ("quick", "step 5", "5")]
 
 

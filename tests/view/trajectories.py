@@ -3,7 +3,16 @@
 import random
 import re
 
-from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+from adlm.view.trajectory import (
+    GIVEN,
+    HIDDEN,
+    REMASKED,
+    REVEALED,
+    VISIBLE,
+    TokenState,
+    Trajectory,
+    TrajectoryFrame,
+)
 
 PARAGRAPH = (
     "When the harbour froze, the ferrymen carried their boats up the hill and slept beneath them. By the second week "
@@ -15,7 +24,10 @@ PARAGRAPH = (
 
 
 def make_trajectory(*states: list[TokenState], title: str = "made") -> Trajectory:
-    return Trajectory(title, tuple(TrajectoryFrame(step, step, tuple(tokens)) for step, tokens in enumerate(states)))
+    return Trajectory(
+        title,
+        tuple(TrajectoryFrame(step, step, tuple(tokens)) for step, tokens in enumerate(states)),
+    )
 
 
 def simulate(
