@@ -1,0 +1,396 @@
+"""Settings: each is written once, as a field of a class; every surface is derived from it. No torch.
+
+A field has a type with limits, a default, and a text below it. A vocabulary holds the names that a
+surface (Python, the command line, HTTP, transformers, …) has for the fields. A new setting of
+sampling is a field of `SamplingSettings`, and its name and type a line of `SamplingArguments`.
+"""
+
+import inspect
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypedDict, runtime_checkable
+
+import pydantic
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import SkipJsonSchema
+
+Vocabulary = Literal[
+    "python", "cli", "openai", "transformers", "diffusers", "llada", "recipe", "json"
+]
+Names = Mapping[str, str | None]  # field -> its name in a vocabulary; None: it is not offered
+
+TEXT_VOCABULARIES = ("cli", "recipe")  # their values are texts, read as the field's type
+LIBRARIES: tuple[Vocabulary, ...] = (
+    "openai",
+    "transformers",
+    "diffusers",
+    "llada",
+)  # Python takes their names too
+MAX_SHOWN = 80  # characters of a value in an error
+CLOSE = 0.7  # similarity of names, from which on one is suggested
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = MAX_SHOWN
+
+NOUNS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a text",
+    "array": "a list",
+    "object": "names with values",
+    "null": "null",
+}
+LIMITS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+
+
+class SettingsError(ValueError):
+    """Values by name, and what is wrong with them: the expectation and the remedy."""
+
+    def __init__(self, values: Mapping[str, Any], problem: str) -> None:
+        super().__init__(values, problem)
+        self.values = dict(values)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        shown = [f"{name}={SHORT.repr(value)}" for name, value in self.values.items()]
+        return f"{' and '.join(shown)}: {self.problem}"
+
+    def rename(self, names: Names) -> "SettingsError":
+        """Return the error with the names that were typed in place of the fields' own."""
+        values = {names.get(name) or name: value for name, value in self.values.items()}
+        return SettingsError(values, self.problem)
+
+
+class Settings(BaseModel):
+    """The base of all settings: exact types, no NaN, no unknown names."""
+
+    model_config = pydantic.ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        defer_build=True,  # `adlm --help` reads the fields alone
+        protected_namespaces=(),
+    )
+    vocabularies: ClassVar[Mapping[str, Names]] = {}
+    elsewhere: ClassVar[str] = ""  # where a name belongs that is no setting, for errors
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def read_scalar(cls, value: Any) -> Any:
+        """Take a number of numpy or torch as Python's."""
+        return to_python(value)
+
+    def require(self, is_met: bool, expected: str, *names: str) -> Self:
+        """Raise an error about several fields unless their rule is met."""
+        if not is_met:
+            values = {name: getattr(self, name) for name in names}
+            raise SettingsError(values, f"expected {expected}")
+        return self
+
+    @classmethod
+    def parse(cls, vocabulary: Vocabulary, start: Self | None = None, /, **given: Any) -> Self:
+        """Make settings of what was given under a vocabulary's names, as changes to `start`."""
+        known = list_names(cls, vocabulary)
+        values: dict[str, Any] = {}
+        typed_names = list_own_names(cls, vocabulary)
+        for typed, value in given.items():
+            if typed not in known:
+                raise SettingsError({typed: value}, suggest(cls, typed, vocabulary))
+            field = known[typed]
+            if field in values:
+                both = {typed_names[field]: values[field], typed: value}
+                raise SettingsError(both, "expected one name of the setting; leave the other out")
+            values[field] = value
+            typed_names[field] = typed
+        strict = False if vocabulary in TEXT_VOCABULARIES else None
+        try:
+            return cls.model_validate(dict(start or {}) | values, strict=strict)
+        except pydantic.ValidationError as error:
+            cause = explain(cls, error.errors(), values, vocabulary)
+            raise cause.rename(typed_names) from None
+
+    def to_keywords(self, vocabulary: Vocabulary) -> dict[str, Any]:
+        """Return the settings that are not None under a vocabulary's names."""
+        names = list_own_names(type(self), vocabulary)
+        values = {typed: getattr(self, field) for field, typed in names.items()}
+        return {typed: value for typed, value in values.items() if value is not None}
+
+
+def to_python(value: Any) -> Any:
+    """Return a scalar of numpy or torch as Python's number, and anything else as it is."""
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
+
+
+def explain(
+    settings: type[BaseModel],
+    problems: Sequence[Any],
+    given: Mapping[str, Any],
+    vocabulary: Vocabulary,
+) -> SettingsError:
+    """Return one of pydantic's errors as ours: an unknown name, or else the first."""
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+    key = ".".join(str(part) for part in first["loc"])
+    value = first["input"]
+    if first["type"] == "extra_forbidden":
+        return SettingsError({key: value}, suggest(settings, key, vocabulary))
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, SettingsError):  # of a rule over several fields
+        prefix = f"{key}." if key else ""
+        return cause.rename({name: prefix + name for name in cause.values})
+    fields = list_fields(settings)
+    while key and key not in fields:  # an item of a list, or one of several types
+        key = key.rpartition(".")[0]
+    if not key:
+        return SettingsError(
+            {"settings": dict(given)}, f"expected names with values: {first['msg']}"
+        )
+    field = fields[key]
+    value = given.get(key, value)
+    if first["type"] == "missing":
+        value = None
+    if isinstance(cause, ValueError):  # of a rule over one field, which says what it expects
+        return SettingsError({key: value}, str(cause))
+    expected = f"expected {describe(field)}"
+    if field.is_required():
+        return SettingsError({key: value}, f"{expected}; give {field.description or 'it'}")
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if default is None or isinstance(default, BaseModel):
+        return SettingsError({key: value}, f"{expected}; leave it out")
+    shown = f"{default!s:.{MAX_SHOWN}}"
+    return SettingsError({key: value}, f"{expected}; leave it out for the default ({shown})")
+
+
+def suggest(settings: type[BaseModel], name: str, vocabulary: Vocabulary) -> str:
+    """Return what to do about an unknown name: take the closest one, or one of all."""
+    own = list_own_names(settings, vocabulary)
+    meanings = {typed: typed for typed in own.values()}
+    for typed, field in list_names(settings, "python").items():  # also names of other surfaces
+        if field in own:
+            meanings.setdefault(to_option(typed) if vocabulary == "cli" else typed, own[field])
+    for close in get_close_matches(name, meanings, n=1, cutoff=CLOSE):
+        return f"unknown name; did you mean {meanings[close]}?"
+    elsewhere = getattr(settings, "elsewhere", "").format(name=name)
+    return f"unknown name; expected one of {', '.join(own.values())}{elsewhere}"
+
+
+def list_names(settings: type[BaseModel], vocabulary: Vocabulary) -> dict[str, str]:
+    """Return the field of each name in a vocabulary; Python takes those of all libraries."""
+    known = {typed: field for field, typed in list_own_names(settings, vocabulary).items()}
+    if vocabulary == "python":
+        for library in LIBRARIES:
+            for field, typed in list_own_names(settings, library).items():
+                known.setdefault(typed, field)
+    return known
+
+
+def list_own_names(settings: type[BaseModel], vocabulary: Vocabulary) -> dict[str, str]:
+    """Return the name of each field that a vocabulary has."""
+    tables: Mapping[str, Names] = getattr(settings, "vocabularies", {})
+    table = tables.get(vocabulary, {})
+    names: dict[str, str] = {}
+    for field in list_fields(settings):
+        typed = table.get(field, field)
+        if typed is not None:
+            names[field] = to_option(typed) if vocabulary == "cli" else typed
+    return names
+
+
+def to_option(name: str) -> str:
+    """Return a name as an option of the command line: --top-p."""
+    return "--" + name.replace("_", "-")
+
+
+def list_fields(settings: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return all fields by key, those of sections too: optimizer.lr."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in settings.model_fields.items():
+        fields[prefix + name] = field
+        kind = field.annotation
+        if inspect.isclass(kind) and issubclass(kind, BaseModel):
+            fields |= list_fields(kind, f"{prefix}{name}.")
+    return fields
+
+
+def describe(field: FieldInfo) -> str:
+    """Return what a field takes, by its JSON schema: a number above 0 and at most 1."""
+    annotation: Any = Annotated[field.annotation, field]
+    schema = pydantic.TypeAdapter(annotation).json_schema()
+    texts = []
+    for kind in schema.get("anyOf", [schema]):
+        text = describe_kind(kind)
+        if text != NOUNS["null"] or field.default is not None:
+            texts.append(text)
+    return " or ".join(dict.fromkeys(texts))
+
+
+def describe_kind(kind: Mapping[str, Any]) -> str:
+    """Return what one type of a JSON schema takes."""
+    if "enum" in kind:
+        return f"one of {', '.join(map(str, kind['enum']))}"
+    if "const" in kind:
+        return str(kind["const"])
+    limits = [f"{word} {kind[limit]}" for limit, word in LIMITS.items() if limit in kind]
+    return " ".join([NOUNS[kind.get("type", "object")], *[" and ".join(limits)] * bool(limits)])
+
+
+# -------------------------------------------------------------------------------------- sampling
+
+
+@runtime_checkable
+class BuiltSampler(Protocol):
+    """A sampler that is built already, as `adlm.build_sampler` returns it."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def read_values(value: Any) -> Any:
+    """Read ["eta=0.04"], as the command line has it, and numbers of numpy."""
+    if isinstance(value, list):
+        return read_pairs(value)
+    if isinstance(value, Mapping):
+        return {name: to_python(each) for name, each in value.items()}
+    return value
+
+
+def read_pairs(pairs: Iterable[Any]) -> dict[str, str]:
+    """Read name=value pairs."""
+    values = {}
+    for pair in pairs:
+        name, sign, text = str(pair).partition("=")
+        if not sign or not name.isidentifier():
+            raise ValueError(f"expected name=value; write it as eta=0.04, not {str(pair)!r}")
+        values[name] = text
+    return values
+
+
+def list_texts(value: Any) -> Any:
+    """Take one text as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+Built = Annotated[
+    SkipJsonSchema[pydantic.InstanceOf[BuiltSampler]],
+    pydantic.PlainSerializer(lambda sampler: sampler.name),
+]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[
+    Sequence[Text],
+    pydantic.BeforeValidator(list_texts, json_schema_input_type=str | list[str]),
+    pydantic.AfterValidator(tuple),
+]
+OptionValue = Annotated[int | float | bool | str, Field(union_mode="left_to_right")]
+Options = Annotated[Mapping[str, OptionValue], pydantic.BeforeValidator(read_values)]
+
+
+class SamplingSettings(Settings):
+    """The settings of `LM.generate`, `infill`, `stream` and `record`, of commands and requests."""
+
+    vocabularies = {
+        "cli": {"options": "option", "do_sample": None},
+        "openai": {
+            "max_new_tokens": "max_tokens",
+            "length": None,
+            "batch": None,
+            "do_sample": None,
+        },
+        "transformers": {
+            "n": "num_return_sequences",
+            "length": None,
+            "stop": None,
+            "batch": None,
+        },
+        "diffusers": {
+            "n": "num_texts_per_prompt",
+            "steps": "num_inference_steps",
+            "block": "block_length",
+            "sampler": None,  # the scheduler's
+            "options": None,
+            "seed": None,  # the generator's
+            "length": None,
+            "stop": None,
+            "batch": None,
+            "do_sample": None,
+        },
+        "llada": {"max_new_tokens": "gen_length", "block": "block_length"},
+    }
+    elsewhere = "; an option of a sampler is given as options={{'{name}': …}}"
+
+    max_new_tokens: PositiveInt | None = None
+    """Tokens after the prompt; by default as many as the model allows."""
+    length: PositiveInt | None = None
+    """Tokens of a text, including the prompt; by default the model's length."""
+    n: PositiveInt = 1
+    """Number of texts for each prompt or template."""
+    steps: PositiveInt | None = None
+    """Sampling steps; by default 128, for confidence and margin one per token."""
+    sampler: str | Built | None = None
+    """Sampler: ancestral, confidence, …; by default remask_loop, for holes confidence."""
+    options: Options | None = None
+    """Options that only this sampler takes, such as eta=0.04."""
+    temperature: NonNegativeFloat = 1.0
+    """Softmax temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.82
+    """Nucleus: total probability of the tokens kept."""
+    top_k: PositiveInt | None = None
+    """Number of likeliest tokens kept; by default all."""
+    do_sample: bool = True
+    """False sets the temperature to 0."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = 0
+    """Random seed; null draws one."""
+    block: PositiveInt | None = None
+    """Tokens per block, left to right; by default one block."""
+    stop: Texts = ()
+    """Texts before the first of which a generated text ends."""
+    batch: PositiveInt = 16
+    """Texts per batch; does not change the texts."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def read_do_sample(cls, values: Any) -> Any:
+        """Set the temperature to 0 where nothing is to be drawn."""
+        if isinstance(values, dict) and values.get("do_sample") is False:
+            return values | {"temperature": 0.0}
+        return values
+
+    @pydantic.model_validator(mode="after")
+    def check_lengths(self) -> Self:
+        """Refuse two lengths."""
+        is_one = self.length is None or self.max_new_tokens is None
+        expected = "one of them: the first counts the prompt, the second does not; leave one out"
+        return self.require(is_one, expected, "length", "max_new_tokens")
+
+
+class SamplingArguments(TypedDict, total=False):
+    """The same for type checkers and editors, which cannot derive it; other libraries' names too."""
+
+    max_new_tokens: int | None
+    length: int | None
+    n: int
+    steps: int | None
+    sampler: str | BuiltSampler | None
+    options: Mapping[str, int | float | bool | str] | None
+    temperature: float
+    top_p: float
+    top_k: int | None
+    do_sample: bool
+    seed: int | None
+    block: int | None
+    stop: Sequence[str]
+    batch: int
+    max_tokens: int | None
+    num_return_sequences: int
+    num_texts_per_prompt: int
+    num_inference_steps: int | None
+    block_length: int | None
+    gen_length: int | None
