@@ -193,10 +193,10 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class ReasoningSettings:
-    """Training to reason (`adlm reason train`): a task of adlm.reasoning instead of text."""
+    """Training to reason (`adlm reason train`): a task of adlm.apps.reasoning instead of text."""
 
     task: str | None = None  # null: text; arithmetic, graphs, chains, sudoku, gsm8k, …
-    arm: str = "cot"  # which tokens, labels and inputs: adlm.reasoning.arms
+    arm: str = "cot"  # which tokens, labels and inputs: adlm.apps.reasoning.arms
     path: str | None = None  # folder of the task's files; generated tasks use it for a second test
     tokenizer: str | None = None  # of a text task; null: that of init
     hops: int = 4  # generated tasks: training problems have 1 to this many

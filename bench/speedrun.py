@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from adlm.apps.experiments.experiment import compute_nll, list_runs, load_experiment
 from adlm.config import Config
-from adlm.experiment import compute_nll, list_runs, load_experiment
 from adlm.training.logging import read_metrics
 from adlm.training.loop import train
 from bench.setting import compute_spread, describe_machine, print_report

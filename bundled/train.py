@@ -16,7 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adlm.experiment import Experiment, ExperimentArm, MeasureSettings, run_experiment
+from adlm.apps.experiments.experiment import (
+    Experiment,
+    ExperimentArm,
+    MeasureSettings,
+    run_experiment,
+)
 from adlm.remedies import check_known
 from adlm.training.logging import read_metrics
 

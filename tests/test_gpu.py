@@ -262,15 +262,15 @@ def test_texts_do_not_depend_on_the_batch_with_deterministic():
 
 @pytest.mark.parametrize("arm", ["acot", "coconut", "mdlm"])
 def test_captured_reasoning_passes_train_as_eager_ones(arm):
-    from adlm.config import load_config
-    from adlm.reasoning.losses import (
+    from adlm.apps.reasoning.losses import (
         CAPTURED_LENGTHS,
         CapturedFeatures,
         compute_features,
         reasoning_loss,
     )
-    from adlm.reasoning.runs import build_reasoning_objective, build_shape
-    from adlm.reasoning.tasks import ItemBatches, open_task
+    from adlm.apps.reasoning.runs import build_reasoning_objective, build_shape
+    from adlm.apps.reasoning.tasks import ItemBatches, open_task
+    from adlm.config import load_config
 
     changes = [
         f"reasoning.arm={arm}",

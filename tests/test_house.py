@@ -1,4 +1,4 @@
-"""The house rules as tests: tiers, sizes, names, prose, the README, no traces of a machine."""
+"""What every file of the package keeps: public names, fast imports, working snippets, no traces of a machine."""
 
 import ast
 import importlib
@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,84 +13,10 @@ import pytest
 import adlm
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = [  # from tier 0; imports point to a lower tier or into the same package
-    "diffusion models data",
-    "config methods checkpoint bundled",
-    "generate likelihood view convert",
-    "training text",
-    "evaluate interop",
-    "reasoning",
-    "experiment",
-    "serve",
-    "cli",
-    "__main__",
-]
-TIERS = {"remedies": -1, "defaults": -1} | {
-    part: tier for tier, parts in enumerate(LAYERS) for part in parts.split()
-}
-TIER_0_MAY_IMPORT: dict[str, set[str]] = {
-    "remedies": set(),
-    "defaults": set(),
-    "diffusion": {"torch", "numpy", "triton"},
-    "models": {"torch", "numpy"},
-    "data": {"torch", "numpy", "tokenizers", "torchdata", "datasets", "pyarrow", "huggingface_hub"},
-}
 
 
 def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-def imports(path: Path, source: str | None = None) -> Iterator[str]:
-    """Dotted names that a file imports, wherever in the file; a `from` import is the module and its name."""
-    for node in ast.walk(ast.parse(source or path.read_text("utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute here"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def forbidden_imports(part: str, names: Iterator[str]) -> list[str]:
-    """The names that a file of this part of the package may not import."""
-
-    def is_allowed(name: str) -> bool:
-        top, other, *_ = f"{name}.".split(".")
-        if top != "adlm":
-            return TIERS[part] > 0 or top in TIER_0_MAY_IMPORT[part] | set(sys.stdlib_module_names)
-        if other not in TIERS:
-            return TIERS[part] >= TIERS["serve"]  # the shells may use the public names
-        return other == part or TIERS[other] < TIERS[part]
-
-    return [name for name in names if not is_allowed(name)]
-
-
-@pytest.mark.parametrize("path", sources("adlm"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    part = path.relative_to(ROOT / "adlm").parts[0].removesuffix(".py")
-    if part == "__init__":
-        return  # the public API gathers from everywhere
-    assert part in TIERS, f"{part} has no tier: give it one here and in docs/architecture.md"
-    assert not forbidden_imports(part, imports(path))
-
-
-@pytest.mark.parametrize(
-    ("part", "line"),
-    [
-        ("diffusion", "from adlm.models.transformer import KVCache"),
-        ("models", "from adlm.data import packing"),
-        ("models", "from adlm.methods import METHODS"),
-        ("diffusion", "import rich"),
-        ("models", "from tokenizers import Tokenizer"),
-        ("generate", "from adlm.training.ema import EMA"),
-        ("likelihood", "from adlm.evaluate.stats import ratio"),
-        ("training", "from adlm.text.lm import LM"),
-        ("evaluate", "from adlm.cli.output import print_json"),
-        ("methods", "from adlm import LanguageModel"),
-    ],
-)
-def test_the_tier_guard_bites(part: str, line: str) -> None:
-    assert forbidden_imports(part, imports(Path("x.py"), line))
 
 
 def test_public_names_exist_and_are_documented() -> None:

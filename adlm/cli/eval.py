@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from typer import Argument, Option
 
 from adlm.bundled import DEFAULT
 from adlm.cli import options, output
+from adlm.cli.apps import add_app_commands
 from adlm.cli.text import parse_sampler_options
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
@@ -30,17 +32,15 @@ COMMAND_PARAMETERS = (
     "device",
     "is_json",
     "deterministic",
-    "write_data",
     "chosen",
 )
-LISTS: dict[str, Any] = {
+LISTS: dict[str, Any] = {  # separated by commas
     "sets": str,
     "samplers": str,
     "steps": int,
     "temperatures": float,
     "top_p": float,
 }
-LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
 ModelArguments = Annotated[
     list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP)
 ]
@@ -70,9 +70,14 @@ OutFolder = Annotated[
 
 
 def run_eval(
-    task: str, parameters: dict[str, Any], *, has_models: bool = True, **parsed: Any
+    task: str,
+    parameters: dict[str, Any],
+    *,
+    module: str = "adlm.evaluate",
+    has_models: bool = True,
+    **parsed: Any,
 ) -> None:
-    """Call a function of adlm.evaluate with the parameters of a command, some of them parsed, and print its result."""
+    """Call a function of a module with the parameters of a command, some of them parsed, and print its result."""
     settings = {
         name: value for name, value in parameters.items() if name not in COMMAND_PARAMETERS
     } | parsed
@@ -86,7 +91,6 @@ def run_eval(
         raise ValueError(f"{task} runs in one process: run `adlm eval {task}` without torchrun")
     output.check_output_folder("--out", out)
     with explain_full_disk(out), output.json_stdout(is_json):
-        import adlm.evaluate
         from adlm.text.lm import load
         from adlm.training.distributed import init_distributed
 
@@ -107,9 +111,8 @@ def run_eval(
                 models = next(models, None)
             elif task == "report":  # which writes files before it takes the models
                 models = list(models)
-            result: EvalResult = getattr(adlm.evaluate, task)(
-                models, **settings, on_progress=on_progress
-            )
+            evaluate = getattr(import_module(module), task)
+            result: EvalResult = evaluate(models, **settings, on_progress=on_progress)
     if context.is_main:
         with explain_full_disk(out):
             output.print_result(result, is_json=is_json, out=out)
@@ -327,99 +330,9 @@ def frontier(
     run_eval("frontier", locals())
 
 
-@app.command()
-def anchors(
-    models: ModelArguments = None,
-    data: DataOption = None,
-    rows: RowsOption = None,
-    limit: Annotated[int | None, Option(min=2, help="Use only the first rows.")] = 64,
-    draws: Annotated[int, Option(min=1, help="Noise samples per row.")] = 4,
-    max_count: Annotated[
-        int, Option(min=1, help="Anchors occur at most this often in their row.")
-    ] = 5,
-    perturb: Annotated[
-        str, Option(help="Noise on anchor features, relative to their norm.")
-    ] = "0.1,0.3,1.0",
-    stale: Annotated[
-        str, Option(help="Delays of anchor features in masking levels (sampling: steps).")
-    ] = "1,2,4,8",
-    samples: Annotated[
-        int, Option(min=0, help="Texts for every perturbation and order of reveals.")
-    ] = 0,
-    scorer: Annotated[
-        str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")
-    ] = None,
-    sampler: Annotated[str, Option(help="Sampler of the texts.")] = "ancestral",
-    steps: Annotated[int, Option(min=1, help="Steps of the sampler.")] = 32,
-    length: TextLength = None,
-    seed: options.Seed = 0,
-    batch: RowBatch = 16,
-    device: options.Device = "auto",
-    out: OutFolder = None,
-    is_json: options.Json = False,
-) -> None:
-    """Measure an anchor network: its predictions, the loss with perturbed anchor features, the unmasking order.
+add_app_commands(app, "eval")
 
-    Three models or more, such as RUN/checkpoints/step-*: correlate anchor accuracy with loss and sample quality. For
-    that alone, pass --perturb "" --stale "".
-    """
-    run_eval("anchors", locals())
-
-
-problem_option = partial(Option, rich_help_panel="Problems")
 DEFAULTS = "[default: as in each command]"
-
-
-@app.command()
-def code(
-    models: ModelArguments = None,
-    problems: Annotated[
-        Path | None, problem_option(help="jsonl in HumanEval's form: measure pass@k.")
-    ] = None,
-    candidates: Annotated[
-        Path | None, problem_option(help="jsonl of task_id and completion, without a model.")
-    ] = None,
-    n: Annotated[int, problem_option("--n", min=1, help="Candidates for each problem.")] = 1,
-    k: Annotated[str, problem_option("--k", help="k of pass@k, separated by commas.")] = "1",
-    seconds: Annotated[float, problem_option(help="Time limit of a candidate.")] = 5.0,
-    memory: Annotated[int, problem_option(help="Memory limit of a candidate in MiB.")] = 512,
-    workers: Annotated[int, problem_option(min=1, help="Candidates at a time.")] = 1,
-    unsafe: Annotated[
-        bool, problem_option("--unsafe", help="Run without a sandbox; gives no protection.")
-    ] = False,
-    texts: Annotated[int, Option(min=0, help="Functions to generate and parse.")] = 32,
-    infills: Annotated[int, Option(min=0, help="Gaps to fill and parse.")] = 32,
-    length: TextLength = None,
-    write_data: Annotated[
-        Path | None, Option(help="Only write the standard library for `adlm prepare`.")
-    ] = None,
-    sampler: options.Sampler = None,
-    steps: options.Steps = None,
-    temperature: options.Temperature = DEFAULT_TEMPERATURE,
-    top_p: options.TopP = DEFAULT_TOP_P,
-    seed: options.Seed = 0,
-    batch: options.Batch = 16,
-    out: OutFolder = None,
-    device: options.Device = "auto",
-    is_json: options.Json = False,
-) -> None:
-    """Measure Python code: the share of generated and filled-in functions that parse, or pass@k of problems.
-
-    Candidates of --problems run in bubblewrap sandboxes.
-    """
-    if write_data is None:
-        return run_eval("code", locals(), has_models=candidates is None)
-    output.check_output_files({"--write-data": write_data})
-    from adlm.evaluate.code_eval import write_standard_library
-
-    written = write_standard_library(write_data)
-    if is_json:
-        output.print_json({"datasets": written})
-    for each in written:
-        size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
-        output.status_console().print(
-            f"wrote {each['file']}: {size}, license {each['license']}", markup=False
-        )
 
 
 @app.command()

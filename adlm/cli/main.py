@@ -6,13 +6,12 @@ from typing import Annotated
 import typer
 
 from adlm import __version__
+from adlm.cli.apps import add_app_commands
 from adlm.cli.convert import convert, export
 from adlm.cli.demo import demo
 from adlm.cli.doctor import doctor, models, recipes
 from adlm.cli.eval import app as eval_app
-from adlm.cli.experiment import experiment
 from adlm.cli.output import Commands
-from adlm.cli.reason import app as reason_app
 from adlm.cli.serve import serve
 from adlm.cli.text import infill, sample, score
 from adlm.cli.train import plot, prepare, train
@@ -57,7 +56,6 @@ COMMANDS = (
     score,
     prepare,
     train,
-    experiment,
     plot,
     convert,
     export,
@@ -68,4 +66,4 @@ COMMANDS = (
 for command in (*COMMANDS, serve):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
-app.add_typer(reason_app, name="reason")
+add_app_commands(app)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from adlm.cli.apps import APPS, load_app_command
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ Value = TypeVar("Value", str, int, float)
 class Commands(TyperGroup):
     """A group of commands that turns user errors into one line and an exit code."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the arguments name; one of an app is imported here."""
+        words = [*_list_groups(ctx), args[0]]
+        if " ".join(words) in APPS:
+            self.commands[args[0]] = load_app_command(" ".join(words))
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name; ADLM_TRACEBACK=1 shows the traceback of an error."""
         try:
@@ -68,6 +76,15 @@ class Commands(TyperGroup):
             line = " ".join(part.strip() for part in f"error: {message}".splitlines())
             status_console().print(line, markup=False)
             raise typer.Exit(code) from error
+
+
+def _list_groups(ctx: Any) -> list[str]:
+    """List the groups that lead to a command, without `adlm` itself."""
+    names: list[str] = []
+    while ctx.parent is not None:
+        names.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    return names
 
 
 def status_console() -> SafeConsole:

@@ -9,8 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adlm.evaluate.anchor_study import anchors
-    from adlm.evaluate.code_eval import code
     from adlm.evaluate.frontiers import frontier
     from adlm.evaluate.ppl import perplexity, zero_shot
     from adlm.evaluate.reports import report
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "Estimate": "results",
     "EvalResult": "results",
-    "anchors": "anchor_study",
-    "code": "code_eval",
     "frontier": "frontiers",
     "perplexity": "ppl",
     "report": "reports",

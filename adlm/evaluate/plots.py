@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adlm.evaluate.anchor_study import ACCURACY, METRICS, find_run, get_metric
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
+from adlm.registry import load_object
 from adlm.remedies import import_extra
 from adlm.training.logging import read_metrics
 from adlm.view.look import COLORS, GRAY, LIGHT
@@ -55,6 +55,7 @@ PLOT_STYLE |= {"text.parse_math": False}  # a model's name may contain dollar si
 LINE_LOOKS: list[Look] = [
     {"color": color, "linestyle": style} for style in LINES for color in COLORS
 ]
+APP_KINDS = {"correlation": "adlm.apps.anchor_study.plots:draw_correlation"}
 LABELS = {
     "gen_ppl": "Gen-PPL",
     "entropy": "entropy (nats)",
@@ -67,14 +68,14 @@ def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list
     """Draw all figures of a result into a folder, each under its own name."""
     kinds: Any = {
         "frontier": draw_frontier,
-        "correlation": draw_correlation,
         "arms": draw_arms,
         "curves": draw_curves,
     }
-    return [
-        kinds[kind](path=folder / f"{name}{suffix}", **data)
-        for name, (kind, data) in result.figures.items()
-    ]
+    paths = []
+    for name, (kind, data) in result.figures.items():
+        draw = load_object(APP_KINDS[kind]) if kind in APP_KINDS else kinds[kind]
+        paths.append(draw(path=folder / f"{name}{suffix}", **data))
+    return paths
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def add_legend(figure: Figure, looks: Sequence[tuple[str, Look]]) -> None:
     figure.legend(handles=handles, loc="outside right upper", labelspacing=0.55)
 
 
-def _assign(values: Sequence[Any], looks: Sequence[Any]) -> dict[Any, Any]:
+def assign_looks(values: Sequence[Any], looks: Sequence[Any]) -> dict[Any, Any]:
     """One look for every different value, in their order."""
     return {value: looks[place % len(looks)] for place, value in enumerate(dict.fromkeys(values))}
 
@@ -141,9 +142,9 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
     if any(point["gen_ppl"] is None for point in points):
         panels = [("nfe", "entropy"), ("seconds", "entropy"), ("nfe", "seconds")]
     size = (2, 2) if len(panels) == 4 else (1, 3)
-    colors = _assign([point["model"] for point in points], COLORS)
-    markers = _assign([point["sampler"] for point in points], MARKERS)
-    styles = _assign([(point["temperature"], point["top_p"]) for point in points], LINES)
+    colors = assign_looks([point["model"] for point in points], COLORS)
+    markers = assign_looks([point["sampler"] for point in points], MARKERS)
+    styles = assign_looks([(point["temperature"], point["top_p"]) for point in points], LINES)
     lines: dict[tuple[Any, ...], list[Row]] = {}
     for point in sorted(points, key=lambda point: point["nfe"]):
         lines.setdefault(
@@ -180,44 +181,6 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
     return path
 
 
-# Anchors of several models.
-
-
-def draw_correlation(models: Sequence[Row], correlations: Sequence[Row], path: Path) -> Path:
-    """Plot every metric over anchor accuracy, with a line through the checkpoints of each run."""
-    names = shorten_names([find_run(study) for study in models])
-    looks: dict[str, Look] = {
-        run: look | {"marker": "o"} for run, look in _assign(list(names), LINE_LOOKS).items()
-    }
-    metrics = list(dict.fromkeys(each["y"] for each in correlations))
-    with new_figure(path, 3.6 * len(metrics) + 1.9, 4.0) as figure:
-        for axes, name in zip(
-            figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True
-        ):
-            for run, look in looks.items():
-                own = sorted(
-                    (study for study in models if find_run(study) == run),
-                    key=lambda study: study["step"],
-                )
-                across, up = (
-                    [get_metric(study, each) for study in own] for each in (ACCURACY, name)
-                )
-                errors = ([each.stderr or 0.0 for each in values] for values in (up, across))
-                axes.errorbar(
-                    [each.value for each in across], [each.value for each in up], *errors, **look
-                )
-            text = "{among}: ρ = {rho:.2f} [{low:.2f}, {high:.2f}]"
-            axes.set_title(
-                "\n".join(text.format(**each) for each in correlations if each["y"] == name),
-                fontsize=7,
-            )
-            axes.set(xlabel="accuracy on masked anchors", ylabel=METRICS[name])
-            if name == "gen_ppl":
-                set_log_scale(axes, "y")
-        add_legend(figure, [(name, looks[run]) for run, name in names.items()])
-    return path
-
-
 # Arms of reasoning and of experiments.
 
 
@@ -251,7 +214,7 @@ def draw_arms(sets: Sequence[Row], path: Path, label: str = "accuracy (%)") -> P
 def draw_curves(curves: Sequence[Row], path: Path, label: str = "accuracy (%)") -> Path:
     """Plot validation during training, a panel for each task and a line for each run."""
     tasks = list(dict.fromkeys(curve["task"] for curve in curves))
-    looks: dict[str, Look] = _assign([curve["arm"] for curve in curves], LINE_LOOKS)
+    looks: dict[str, Look] = assign_looks([curve["arm"] for curve in curves], LINE_LOOKS)
     with new_figure(path, 3.6 * len(tasks) + 1.9, max(3.2, 0.2 * len(looks) + 0.6)) as figure:
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             for curve in (curve for curve in curves if curve["task"] == task and curve["points"]):

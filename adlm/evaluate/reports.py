@@ -13,10 +13,7 @@ from typing import Any
 
 from adlm.bundled import MODELS
 from adlm.data.shards import hash_file, write_atomically
-from adlm.evaluate.anchor_study import anchors
 from adlm.evaluate.cache import ProgressCallback, ignore_progress, lock_output
-from adlm.evaluate.code_eval import TooFewFunctionsError
-from adlm.evaluate.code_eval import code as measure_code
 from adlm.evaluate.data import RowLayout
 from adlm.evaluate.frontiers import frontier
 from adlm.evaluate.plots import draw_figures
@@ -26,15 +23,17 @@ from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json
 from adlm.evaluate.sample_metrics import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.methods import takes_steps
+from adlm.registry import load_object
 from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM
 
-MAX_TEXTS = {
-    "frontier": 48,
-    "anchors": 32,
-    "code": 32,
-}  # for each point, each perturbation, and each metric
+# Sections that apps measure: functions of the models and a ReportRequest.
+APP_SECTIONS = {
+    "anchors": "adlm.apps.anchor_study.report:measure_section",
+    "code": "adlm.apps.code_eval.report:measure_section",
+}
+MAX_FRONTIER_TEXTS = 48  # for each point
 TAGS = ("diffusion", "masked-diffusion", "language-model")
 TITLES = {
     "perplexity": "Held-out likelihood",
@@ -77,6 +76,29 @@ class Section:
         """The JSON form."""
         kept = {name: getattr(self, name) for name in ("name", "title", "reason", "figures")}
         return kept | {"results": [result.as_dict() for result in self.results]}
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """What the sections of apps are measured with; None or empty is an evaluation's own default."""
+
+    data: str | Path
+    rows: RowLayout | None
+    scorer: ScoringModel | None
+    has_code: bool
+    limit: int | None
+    length: int | None
+    n: int | None
+    steps: int | None
+    sampler: str | None
+    batch: int | None
+    seed: int
+    out: Path
+    on_progress: ProgressCallback
+
+    def limit_texts(self, most: int) -> int:
+        """Return the number of texts of a metric, at most `most`."""
+        return min(self.n or most, most)
 
 
 @lock_output
@@ -135,10 +157,7 @@ def report(
         "on_progress": on_progress,
         **drop_unset(batch=batch),
     }
-    bounded, texts = (
-        drop_unset(limit=limit),
-        {name: min(n or most, most) for name, most in MAX_TEXTS.items()},
-    )
+    bounded = drop_unset(limit=limit)
     scored = {"scorer": scorer, "reference": real, **drop_unset(scorer_batch=batch)}
     sections = {name: Section(name, title) for name, title in TITLES.items()}
 
@@ -150,35 +169,42 @@ def report(
             "no scoring model was given (--judge)"
         )
     else:
-        grid = drop_unset(n=n and texts["frontier"], length=length, steps=steps, samplers=samplers)
+        grid = drop_unset(
+            n=n and min(n, MAX_FRONTIER_TEXTS), length=length, steps=steps, samplers=samplers
+        )
         sections["frontier"].add(frontier(lms, **scored, **same, **grid))
         if find_spec("mauve") is None:
             sections["samples"].reason = f"mauve-text is not installed ({install_command('mauve')})"
         for lm in lms if find_spec("mauve") else []:
             own = same | {"out": out / "samples" / lm.name} | drop_unset(n=n) | sampling[lm.name]
             sections["samples"].add(samples(lm, **scored, **own), lm.name)
-    if two_stage := [lm for lm in lms if lm.model.anchor is not None]:
-        more = {"rows": rows, "scorer": scorer, "samples": texts["anchors"], **bounded, **masked}
-        sections["anchors"].add(anchors(two_stage, data, **more, **same))
-    else:
-        sections["anchors"].reason = "none of the models has two stages"
     if zeroshot_dir is None:
         sections["zero_shot"].reason = "no folder of the sets was given (--zeroshot-dir)"
     else:
         sections["zero_shot"].add(
             zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **bounded, **same)
         )
-    sections["code"].reason = "" if code else "it was not requested (--code)"
-    try:
-        if code:
-            more = {
-                "texts": texts["code"],
-                "infills": texts["code"],
-                **drop_unset(steps=most, sampler=sampler),
-            }
-            sections["code"].add(measure_code(lms, **more, **same))
-    except TooFewFunctionsError as error:
-        sections["code"].reason = str(error)
+    request = ReportRequest(
+        data=data,
+        rows=rows,
+        scorer=scorer,
+        has_code=code,
+        limit=limit,
+        length=length,
+        n=n,
+        steps=most,
+        sampler=sampler,
+        batch=batch,
+        seed=seed,
+        out=out,
+        on_progress=on_progress,
+    )
+    for name, target in APP_SECTIONS.items():
+        measured = load_object(target)(lms, request)
+        if isinstance(measured, str):
+            sections[name].reason = measured
+        else:
+            sections[name].add(measured)
 
     hide = partial(hide_paths, paths=[*paths, *(lm.name for lm in given)])
     settings: dict[str, Any] = {

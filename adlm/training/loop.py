@@ -158,7 +158,7 @@ def train(
 def run_training(
     config: Config, open_task: Callable[[Config, DistributedContext], setup.TrainingTask]
 ) -> Run:
-    """Train on a task: text, or the problems of adlm.reasoning."""
+    """Train on a task: text, or the problems of adlm.apps.reasoning."""
     if config.device == "mps":
         raise ValueError(
             "device 'mps' does not train: expected auto, cpu, cuda or cuda:N; use device=cpu"

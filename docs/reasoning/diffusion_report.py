@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from adlm.apps.reasoning.diffusion import HoleObjective
+from adlm.apps.reasoning.runs import load_run
 from adlm.diffusion.categorical import SamplingParams
 from adlm.generate import Predictor, stream_tokens
 from adlm.methods import build_sampler
-from adlm.reasoning.diffusion import HoleObjective
-from adlm.reasoning.runs import load_run
 
 KEPT = (
     "task",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from typer.main import get_command
 
+from adlm.cli.apps import APPS, load_app_command
 from adlm.cli.main import app
 from adlm.config import Config, _flatten
 from tests.attacks.commands import Outcome, attack, count_cases, draw_examples, run_command
@@ -85,13 +86,11 @@ Words = list[str]
 def list_commands() -> dict[str, Any]:
     """The commands of the program by name, as click knows them."""
     group: Any = get_command(app)
-    groups = ("eval", "reason")
-    inner = {
-        f"{name} {key}": value
-        for name in groups
-        for key, value in group.commands[name].commands.items()
-    }
-    return {name: command for name, command in group.commands.items() if name not in groups} | inner
+    listed = dict(group.commands)
+    listed |= {f"eval {name}": command for name, command in listed.pop("eval").commands.items()}
+    listed |= {words: load_app_command(words) for words in APPS}
+    reasoning = listed.pop("reason")
+    return listed | {f"reason {name}": value for name, value in reasoning.commands.items()}
 
 
 COMMANDS = list_commands()

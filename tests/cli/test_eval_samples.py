@@ -203,7 +203,7 @@ BASE: dict[str, Any] = {
     "code": lambda: (trained(),),
     "report": lambda: (trained(), "--data", held_out(), "--out", shelf() / "no-report"),
 }
-PROBLEMS = Path(__file__).parents[1] / "evaluate/problems.jsonl"
+PROBLEMS = Path(__file__).parents[1] / "apps/code_eval/problems.jsonl"
 
 
 @pytest.mark.parametrize(

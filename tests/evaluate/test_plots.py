@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from adlm.evaluate.anchor_study import correlate_studies
-from adlm.evaluate.plots import draw_correlation, draw_frontier
+from adlm.evaluate.plots import draw_frontier
 from tests.evaluate.scorers import pixels, with_matplotlib
-from tests.evaluate.test_anchors import RUNS, build_studies
 
 pytestmark = with_matplotlib
 REAL_TEXT = {"gen_ppl": 20.0, "gen_ppl_se": 1.0, "entropy": 4.1, "entropy_se": 0.1}
@@ -51,12 +49,3 @@ def test_a_frontier_shows_points_models_and_real_text(tmp_path: Path) -> None:
         [each | {"gen_ppl": None} for each in odd], tmp_path / "unscored.svg"
     ).read_text("utf-8")
     assert "entropy (nats" in unscored and "Gen-PPL" not in unscored and "real text" not in unscored
-
-
-def test_correlations_show_runs_and_coefficients(tmp_path: Path) -> None:
-    few = build_studies(RUNS)
-    drawn = draw_correlation(few, correlate_studies(few)[0], tmp_path / "few.svg").read_text(
-        "utf-8"
-    )
-    for word in ("within runs: ρ = -1.00", "at equal steps: ρ = 1.00", ">a<", ">d<"):
-        assert word in drawn
