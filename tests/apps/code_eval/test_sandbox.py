@@ -17,7 +17,7 @@ import pytest
 
 from adlm.apps.code_eval import sandbox
 from adlm.apps.code_eval.sandbox import Limits, decode, encode, find_sandbox_problem, run_program
-from tests.evaluate import attacks
+from tests.apps.code_eval import attacks
 
 REFERENCE = "def double(x):\n    return 2 * x\ndef total(numbers):\n    return sum(numbers)\n"
 TEST = "def check(total):\n    assert total([1, 2]) == 3\n    assert total([4, 5, 6]) == 15\n"
