@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adlm.apps.reasoning import cli as reason
 from adlm.apps.reasoning.arms import ARMS, Arm, Curriculum, ReasoningObjective
 from adlm.apps.reasoning.datasets import DATASETS
 from adlm.apps.reasoning.runs import count_stages, count_training_flops, draw_graph, load_run
 from adlm.apps.reasoning.tasks import GENERATORS
-from adlm.cli import reason
 from adlm.config import load_config
 from adlm.view.look import COLORS
 from tests.cli.terminal import answer_json, assert_error, invoke, trained
