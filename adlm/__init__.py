@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from adlm.diffusion.masking import ForwardProcess, corrupt
     from adlm.diffusion.objectives import training_loss
     from adlm.diffusion.rng import CounterRng
+    from adlm.diffusion.samplers import build_sampler
     from adlm.generate import compile_for_sampling, stream_tokens
     from adlm.likelihood import estimate_nll
-    from adlm.methods import build_config, build_sampler
     from adlm.models.language_model import LanguageModel
+    from adlm.models.methods import build_config
     from adlm.text.lm import LM, GenerationOutput, load
     from adlm.text.templates import Hole
     from adlm.training.loop import train
@@ -41,8 +42,8 @@ _EXPORTS = {
     "LanguageModel": "adlm.models.language_model",
     "SamplingParams": "adlm.diffusion.categorical",
     "Trajectory": "adlm.view.trajectory",
-    "build_config": "adlm.methods",
-    "build_sampler": "adlm.methods",
+    "build_config": "adlm.models.methods",
+    "build_sampler": "adlm.diffusion.samplers",
     "compile_for_sampling": "adlm.generate",
     "corrupt": "adlm.diffusion.masking",
     "estimate_nll": "adlm.likelihood",

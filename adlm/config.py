@@ -15,8 +15,8 @@ from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
 
 from adlm.data.shards import write_atomically
 from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P
+from adlm.errors import suggest_names
 from adlm.models.language_model import ModelConfig
-from adlm.remedies import suggest_names
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout

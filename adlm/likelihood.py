@@ -31,8 +31,8 @@ from adlm.diffusion.plans import EPS
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule, noise_level
 from adlm.diffusion.selected import MAX_LOGIT_ROWS
+from adlm.errors import check_known
 from adlm.models.language_model import LanguageModel
-from adlm.remedies import check_known
 
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
 MAX_ENUMERATED = 6  # scored tokens of which all sets are hidden in turn: at most 63 evaluations

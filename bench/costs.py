@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from adlm.methods import build_config
 from adlm.models.costs import count_parameters, estimate_memory, flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
+from adlm.models.methods import build_config
 
 # One value is measured; the others are assumptions or follow from it.
 MEASURED = 312_521  # tokens/s on one H200: ADLM small, length 1,024, batch 32 (bench/RECORDS.md)

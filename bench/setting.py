@@ -15,8 +15,8 @@ from rich.table import Table
 from torch import Tensor
 
 from adlm.evaluate.provenance import get_commit
-from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel
+from adlm.models.methods import build_config
 from adlm.training.distributed import get_device_name
 
 VOCAB, MASK = 50_258, 50_257

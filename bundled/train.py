@@ -22,7 +22,7 @@ from adlm.apps.experiments.experiment import (
     MeasureSettings,
     run_experiment,
 )
-from adlm.remedies import check_known
+from adlm.errors import check_known
 from adlm.training.logging import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

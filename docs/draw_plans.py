@@ -8,7 +8,7 @@ import matplotlib as mpl
 import torch
 from matplotlib import pyplot as plt
 
-from adlm.methods import build_sampler
+from adlm.diffusion.samplers import build_sampler
 
 STEPS = 128
 PLANS = {

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from adlm.config import load_config
-from adlm.methods import build_config
 from adlm.models.costs import count_parameters
 from adlm.models.language_model import ModelConfig
+from adlm.models.methods import build_config
 
 ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("mini-a2r", "mini-ar", "mini-ar-deep")

@@ -23,8 +23,8 @@ from adlm.checkpoint import (
     verify_checkpoint,
 )
 from adlm.data.shards import open_data
-from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
+from adlm.models.methods import METHODS
 from tests.cli.terminal import invoke
 from tests.training.runs import arguments, curve, data, limit_file_size, run, tensors, tiny_config
 

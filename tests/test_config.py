@@ -15,7 +15,7 @@ from adlm.config import (
     load_config,
     save_config,
 )
-from adlm.methods import METHODS
+from adlm.models.methods import METHODS
 from adlm.training.setup import build_model_config
 from tests.training.runs import ROOT, data, limit_file_size
 

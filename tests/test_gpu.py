@@ -11,10 +11,11 @@ from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.samplers import build_sampler
 from adlm.diffusion.selected import compute_loss_and_grad
 from adlm.generate import compile_for_sampling, stream_tokens
-from adlm.methods import build_config, build_sampler
 from adlm.models.language_model import LanguageModel
+from adlm.models.methods import build_config
 from adlm.training.objective import Objective
 from tests.world import compute_probs
 

@@ -28,8 +28,8 @@ from adlm.likelihood import (
     summarize_rows,
     unigram_nll,
 )
-from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
+from adlm.models.methods import METHODS, build_config
 from tests.goldens import MASK, arrays
 from tests.goldens import model as golden_model
 from tests.world import TinyWorld, exact_law, random_model

@@ -15,8 +15,8 @@ import torch
 import adlm
 from adlm.data.batches import TensorRows
 from adlm.data.sources import load_excerpt
-from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel
+from adlm.models.methods import build_config
 from bundled.lengths import main as find_lengths
 from bundled.lengths import summarize as summarize_lengths
 from bundled.measure import main as measure

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map
 import adlm
 from adlm.data import shards
 from adlm.diffusion.categorical import SamplingParams, draw
+from adlm.diffusion.samplers import SAMPLERS, takes_steps
 from adlm.likelihood import estimate_nll, estimate_order_nll
-from adlm.methods import METHODS, SAMPLERS, build_config, takes_steps
+from adlm.models.methods import METHODS, build_config
 
 MPS, CPU = torch.device("mps"), torch.device("cpu")
 

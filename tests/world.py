@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from adlm.diffusion.categorical import SamplingParams, apply_temperature, find_candidates
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
-from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.methods import METHODS, build_config
 
 VOCAB, MASK = 12, 11  # of `small_model`
 # Every sampler with few steps and, where it can, much remasking.

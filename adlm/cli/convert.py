@@ -98,7 +98,7 @@ def export(
     """Export a model to a folder that transformers, diffusers (masked models) and adlm load."""
     with json_stdout(is_json):
         from adlm.bundled import DEFAULT
-        from adlm.remedies import import_extra
+        from adlm.errors import import_extra
         from adlm.text.lm import load
 
         huggingface = import_extra(

@@ -17,7 +17,7 @@ from adlm import __version__
 from adlm.bundled import MODELS
 from adlm.cli import options
 from adlm.cli.output import json_stdout, print_json, print_table, status_console
-from adlm.remedies import install_command, list_requirements
+from adlm.errors import install_command, list_requirements
 from adlm.view.console import SafeConsole
 
 MODULES = {
@@ -177,7 +177,7 @@ def describe_model(name: str) -> dict[str, Any]:
 def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> None:
     """List the recipes of `adlm train` and `adlm reason train`, or show one: its method, device, data and settings."""
     from adlm.config import list_recipes
-    from adlm.remedies import check_known
+    from adlm.errors import check_known
 
     known = list_recipes()
     if name:

@@ -9,7 +9,7 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.output import status_console
-from adlm.remedies import install_command
+from adlm.errors import install_command
 
 SECONDS_TO_DRAIN = 30
 MODELS_HELP = f"{options.MODEL_HELP} Several can be compared."

@@ -17,7 +17,7 @@ import typer
 
 from adlm.cli import options, output
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
-from adlm.remedies import install_command
+from adlm.errors import install_command
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
@@ -194,8 +194,8 @@ def build_runs(
 ) -> list[GenerationRun]:
     """Load the model, and with --compare a second one or sampler; build and check their requests."""
     from adlm.bundled import DEFAULT, MODELS
+    from adlm.diffusion.samplers import SAMPLERS, takes_steps
     from adlm.evaluate.results import shorten_names
-    from adlm.methods import SAMPLERS, takes_steps
     from adlm.text.lm import load
 
     place: dict[str, Any] = {"device": settings.device, "deterministic": settings.deterministic}

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from adlm.remedies import import_extra
+from adlm.errors import import_extra
 
 Documents = Iterator[tuple[str, int]]
 Parts = Iterator[

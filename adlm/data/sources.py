@@ -18,7 +18,7 @@ from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
 from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
-from adlm.remedies import check_known, import_extra, suggest_names
+from adlm.errors import check_known, import_extra, suggest_names
 
 READER = 1  # goes up when the same files would give other documents
 MAX_LISTED_FILES = 1000  # in the identity of a source

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from adlm.data.hub import download_files
-from adlm.remedies import suggest_names
+from adlm.errors import suggest_names
 
 BYTES = 256
 MAX_JSON_BYTES = 2**26  # of a file that describes data, a model or a tokenizer

@@ -1,13 +1,15 @@
 """Anchor rules, which choose the important tokens (B, L) -> is_anchor (B, L), and the weight of their loss."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adlm.diffusion.plans import check_probability
 from adlm.diffusion.rng import LOW, Purpose, philox, uniform_pair
-from adlm.remedies import check_known
+from adlm.errors import check_known
+from adlm.registry import Registry, build
 
 # (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
 AnchorRule = Callable[[Tensor, Tensor | None], Tensor]
@@ -131,3 +133,22 @@ def _row_lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:
 def _zero_padding(values: Tensor, valid: Tensor | None) -> Tensor:
     """Set padding to False or 0."""
     return values if valid is None else values * valid
+
+
+ANCHOR_RULES: Registry[Callable[..., AnchorRule]] = Registry(
+    "anchor rule",
+    {
+        "rare_in_sequence": rare_in_sequence,
+        "frequent_in_sequence": frequent_in_sequence,
+        "rare_in_corpus": rare_in_corpus,
+        "tf_idf": tf_idf,
+        "listed": listed_tokens,
+        "random": random_positions,
+        "every": every_token,
+    },
+)
+
+
+def build_anchor_rule(name: str, **options: Any) -> AnchorRule:
+    """Build an anchor rule by name, with its own options (max_count, ids, …)."""
+    return build(ANCHOR_RULES, name, options)

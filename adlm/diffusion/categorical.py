@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adlm.remedies import check_known
+from adlm.errors import check_known
 
 NUCLEUS_RULES = ("usual", "lineage")
 CANDIDATE_SIZES = (

@@ -1,11 +1,14 @@
 """Noise schedules alpha(t): the share of tokens that are visible at time t, near 1 at t = 0 and near 0 at t = 1."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from adlm.registry import Registry, build
 
 
 class NoiseSchedule(Protocol):
@@ -82,6 +85,23 @@ class Geometric:
     def dalpha(self, t: Tensor) -> Tensor:
         level = self.low ** (1 - t) * self.high**t
         return -level * math.log(self.high / self.low) * self.alpha(t)
+
+
+SCHEDULES: Registry[Callable[..., NoiseSchedule]] = Registry(
+    "schedule",
+    {
+        "loglinear": LogLinear,
+        "cosine": Cosine,
+        "cosine_squared": CosineSquared,
+        "linear": Linear,
+        "geometric": Geometric,
+    },
+)
+
+
+def build_schedule(name: str, **options: Any) -> NoiseSchedule:
+    """Build a noise schedule by name."""
+    return build(SCHEDULES, name, options)
 
 
 # 1 - alpha cancels near t = 0, so the derived quantities are computed in float64 and rounded once.

@@ -19,7 +19,7 @@ from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.data.workers import TokenizedChunk, chunk_documents, tokenize_chunks
-from adlm.remedies import check_known
+from adlm.errors import check_known
 from adlm.text.generation import check_whole_numbers
 
 ROWS_PER_READ = 1024

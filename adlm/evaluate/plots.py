@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from adlm.errors import import_extra
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
 from adlm.registry import load_object
-from adlm.remedies import import_extra
 from adlm.training.logging import read_metrics
 from adlm.view.look import COLORS, GRAY, LIGHT
 

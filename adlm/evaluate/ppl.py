@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import load_tokenizer
 from adlm.diffusion.masking import MIN_TIME
+from adlm.errors import check_known
 from adlm.evaluate.cache import (
     Cache,
     ProgressCallback,
@@ -35,9 +36,8 @@ from adlm.likelihood import (
     estimate_order_nll,
     summarize_rows,
 )
-from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
-from adlm.remedies import check_known
+from adlm.models.methods import METHODS
 from adlm.text.lm import LM
 from adlm.training.distributed import DistributedContext
 

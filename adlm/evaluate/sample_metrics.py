@@ -19,6 +19,7 @@ from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.errors import install_command
 from adlm.evaluate.cache import (
     Cache,
     ProgressCallback,
@@ -38,7 +39,6 @@ from adlm.evaluate.scorer import (
     score_texts,
 )
 from adlm.evaluate.stats import estimate_ratio
-from adlm.remedies import install_command
 from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adlm.errors import import_extra
 from adlm.likelihood import estimate_ratio as estimate_ratio
 from adlm.likelihood import influence_stderr
-from adlm.remedies import import_extra
 
 MIN_MODELS = 3  # of a correlation
 NORMAL_975 = 1.959963984540054  # quantile of a 95% interval

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from adlm.errors import import_extra
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.remedies import import_extra
 
 # Names in transformers -> ours. Conv1D stores the linear maps of a layer transposed.
 NAMES = {

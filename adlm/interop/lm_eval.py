@@ -13,8 +13,8 @@ from tqdm import tqdm
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
+from adlm.errors import install_command
 from adlm.likelihood import MAX_ENUMERATED
-from adlm.remedies import install_command
 from adlm.text.generation import (
     GenerationConfig,
     GenerationRequest,

@@ -15,8 +15,8 @@ from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
+from adlm.diffusion.samplers import build_sampler, choose_steps, takes_steps
 from adlm.generate import Predictor, stream_tokens
-from adlm.methods import build_sampler, choose_steps, takes_steps
 from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
 
 STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")

@@ -14,7 +14,7 @@ from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame, denoise
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.methods import build_sampler, choose_steps, takes_steps
+from adlm.diffusion.samplers import build_sampler, choose_steps, takes_steps
 
 BLOCK_STRIDE = 1 << 32  # between the seeds of two blocks
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -125,21 +125,6 @@ def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is an int; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
-
-# Sizes by name, as settings of ModelConfig; a one-stage model has the anchor network's depth.
-PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {
-        "dim": 192,
-        "heads": 6,
-        "anchor_layers": 4,
-        "denoiser_layers": 2,
-        "cond_dim": 64,
-        "bridge": "direct",
-    },
-    "small": {"dim": 768, "heads": 12, "anchor_layers": 12, "denoiser_layers": 6},
-    "medium": {"dim": 1024, "heads": 16, "anchor_layers": 24, "denoiser_layers": 12},
-    "large": {"dim": 1280, "heads": 20, "anchor_layers": 36, "denoiser_layers": 18},
-}
 
 Caches = list[KVCache] | None  # of a causal model, one per layer
 Valid = (

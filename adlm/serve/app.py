@@ -31,8 +31,8 @@ from starlette.exceptions import HTTPException
 
 from adlm import __version__
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
-from adlm.methods import SAMPLERS
-from adlm.remedies import suggest_names
+from adlm.diffusion.samplers import SAMPLERS
+from adlm.errors import suggest_names
 from adlm.serve.engine import (
     ALL,
     SETTLED,

@@ -15,8 +15,8 @@ from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P, I
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
+from adlm.diffusion.samplers import SAMPLERS, build_sampler, choose_steps
 from adlm.generate import Predictor
-from adlm.methods import SAMPLERS, build_sampler, choose_steps, look_up
 from adlm.text.templates import (
     Hole,
     Layout,
@@ -321,7 +321,7 @@ def choose_sampler(
             )
         return None, {"sampler": "left_to_right"}
     name = name or (INFILL_SAMPLER if fills else DEFAULT_SAMPLER)
-    own = inspect.signature(look_up(SAMPLERS, name, "sampler")).parameters
+    own = inspect.signature(SAMPLERS.resolve(name)).parameters
     if unknown := [option for option in options if option not in own]:
         known = [f"{each} (of {name})" for each in own] + list(SHARED_SETTINGS)
         raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(known)}")

@@ -23,10 +23,10 @@ from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
+from adlm.errors import suggest_names
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
 from adlm.likelihood import TokenNats, estimate_token_nats
-from adlm.methods import METHODS, look_up
-from adlm.remedies import suggest_names
+from adlm.models.methods import METHODS
 from adlm.text import generation
 from adlm.text.generation import (
     GenerationConfig,
@@ -202,7 +202,7 @@ class LMEngine:
             loaded.model.config,
         )
         method, largest, problem = (
-            look_up(METHODS, loaded.method, "method"),
+            METHODS.resolve(loaded.method),
             self.tokenizer.max_id,
             "",
         )

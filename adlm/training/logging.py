@@ -25,9 +25,9 @@ from torch import Tensor
 
 from adlm.data.batches import Batch
 from adlm.data.shards import fsync_path, write_atomically
-from adlm.methods import look_up
+from adlm.errors import import_extra
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
-from adlm.remedies import import_extra
+from adlm.registry import Registry
 from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
 from adlm.training.setup import TrainingTask
@@ -103,7 +103,7 @@ def open_tracker(
 ) -> AbstractContextManager[WriteRecord]:
     """A context with a function that writes a record to a tracker; `step` is the checkpoint's that the run resumes."""
     open_by_name = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
-    opened = look_up(open_by_name, name, "tracker")(folder, config, step)
+    opened = Registry("tracker", open_by_name).resolve(name)(folder, config, step)
     import_extra(name, f"tracker {name!r} is not installed", "track")
     return opened
 

@@ -17,7 +17,7 @@ import torch
 from rich.filesize import decimal as format_bytes
 from torch import Tensor
 
-from adlm import checkpoint, methods
+from adlm import checkpoint
 from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, ReasoningSettings, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
@@ -31,14 +31,17 @@ from adlm.data.shards import (
 )
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.anchors import AnchorRule
+from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule, build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.samplers import build_sampler
+from adlm.diffusion.schedules import build_schedule
+from adlm.errors import check_known
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
-from adlm.remedies import check_known
+from adlm.models.methods import METHODS, build_config
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
 from adlm.training.objective import Objective, TrainingObjective
 
@@ -92,7 +95,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     sampler = (
         None
         if shape.is_causal
-        else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
+        else build_sampler(config.samples.sampler, steps=config.samples.steps)
     )
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
     data_hash = str(data.manifest["settings_sha256"])  # of the rows: a run resumes only on the same
@@ -115,7 +118,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
             json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")
         ).hexdigest()
     is_sedd, train = (
-        methods.METHODS[str(config.method)].score_entropy,
+        METHODS[str(config.method)].score_entropy,
         data.manifest["splits"]["train"],
     )
 
@@ -305,19 +308,13 @@ def build_model_config(
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
     method = init.method if init is not None else str(config.method)
-    if not methods.look_up(methods.METHODS, method, "method").two_stages and changes.pop(
-        "anchor_layers", 0
-    ):
+    if not METHODS.resolve(method).two_stages and changes.pop("anchor_layers", 0):
         anchor_layers = config.model.anchor_layers
         raise ValueError(
             f"model.anchor_layers={anchor_layers}, but {method} has one stage: set model.denoiser_layers instead"
         )
     changes |= {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
-    shape = (
-        methods.build_config(method, config.model.preset, **changes)
-        if config.model.preset
-        else None
-    )
+    shape = build_config(method, config.model.preset, **changes) if config.model.preset else None
     if init is None:
         assert shape is not None
         return shape
@@ -338,16 +335,14 @@ def build_objective(
     """Build the training objective of a recipe."""
     settings, rule = config.objective, None
     if model.anchor_layers:
-        known = inspect.signature(
-            methods.look_up(methods.ANCHOR_RULES, settings.anchor_rule, "anchor rule")
-        ).parameters
+        known = inspect.signature(ANCHOR_RULES.resolve(settings.anchor_rule)).parameters
         given = {**vars(settings), "seed": config.seed, "vocab_size": data.vocab_size}
         options = {key: value for key, value in given.items() if key in known and value is not None}
         if "counts" in known:
             options["counts"] = data.counts()
         if "document_counts" in known:
             options |= count_documents(data)
-        rule = methods.build_anchor_rule(settings.anchor_rule, **options)
+        rule = build_anchor_rule(settings.anchor_rule, **options)
     process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
     # The kernel for rows of different lengths is one of half precision, for GPUs from Ampere on.
     is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
@@ -364,7 +359,7 @@ def build_process(
     settings = config.objective
     return ForwardProcess(
         mask_id,
-        schedule=methods.build_schedule(settings.schedule, **settings.schedule_options),
+        schedule=build_schedule(settings.schedule, **settings.schedule_options),
         anchor_rule=rule,
         anchor_scope=settings.anchor_scope,
         attend_padding=settings.attend_padding,

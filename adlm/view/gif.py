@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from adlm.remedies import import_extra
+from adlm.errors import import_extra
 from adlm.view import look
 from adlm.view.console import escape_controls
 from adlm.view.trajectory import GIVEN, REMASKED, REVEALED, Trajectory, TrajectoryFrame

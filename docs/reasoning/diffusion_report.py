@@ -21,8 +21,8 @@ import torch
 from adlm.apps.reasoning.diffusion import HoleObjective
 from adlm.apps.reasoning.runs import load_run
 from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.samplers import build_sampler
 from adlm.generate import Predictor, stream_tokens
-from adlm.methods import build_sampler
 
 KEPT = (
     "task",

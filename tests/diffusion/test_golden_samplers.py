@@ -14,8 +14,8 @@ from adlm.diffusion.plans import (
     dfm_step,
     reverse_distribution,
 )
+from adlm.diffusion.samplers import build_sampler
 from adlm.generate import compile_for_sampling
-from adlm.methods import build_sampler
 from tests.goldens import MASK, arrays, facts, model
 from tests.world import compute_probs
 

@@ -7,7 +7,7 @@ from adlm.diffusion.anchors import random_positions, rare_in_sequence, tf_idf
 from adlm.diffusion.masking import ForwardProcess, collect_batch, corrupt, shift_tokens
 from adlm.diffusion.objectives import Loss, diffusion_loss, training_loss
 from adlm.diffusion.rng import CounterRng
-from adlm.methods import METHODS
+from adlm.models.methods import METHODS
 from bench.plain import plain_logits
 from tests.world import MASK, VOCAB, random_tokens, small_model
 

@@ -8,8 +8,8 @@ from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.denoising import SamplerState, denoise, reverse_step
 from adlm.diffusion.plans import confidence_remask_prob
 from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.samplers import SAMPLERS, build_sampler
 from adlm.generate import compile_for_sampling, stream_tokens
-from adlm.methods import SAMPLERS, build_sampler
 from tests.world import MASK, OPTIONS, VOCAB, compute_probs, random_tokens, small_model
 
 LENGTH, ROWS = 14, 8

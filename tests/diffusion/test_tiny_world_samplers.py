@@ -9,8 +9,8 @@ from adlm.diffusion import denoising
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
+from adlm.diffusion.samplers import SAMPLERS, build_sampler
 from adlm.generate import compile_for_sampling, stream_tokens
-from adlm.methods import SAMPLERS, build_sampler
 from tests.world import OPTIONS, TinyWorld, ancestral_law, chi_square_p, exact_law, random_model
 
 ROWS = 20_000

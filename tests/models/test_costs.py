@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from adlm.diffusion import selected
 from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.objectives import training_loss
-from adlm.methods import METHODS, build_config
 from adlm.models import costs
 from adlm.models.costs import count_parameters, estimate_memory, flops_per_token, peak_flops
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.methods import METHODS, build_config
 from bench import costs as planned
 from tests.world import count_weights, shapes_only
 

@@ -12,8 +12,8 @@ from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, shift_tokens
 from adlm.diffusion.objectives import training_loss
 from adlm.interop.gpt2 import from_state_dict
-from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.methods import build_config
 from adlm.models.transformer import UnpaddedRows, unpad
 from adlm.training.objective import Objective
 from tests.goldens import facts

@@ -12,7 +12,7 @@ from adlm import LM, LanguageModel
 from adlm.bundled import DEFAULT, find_bundled_model
 from adlm.checkpoint import LoadedModel
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
-from adlm.methods import METHODS
+from adlm.models.methods import METHODS
 from adlm.text.templates import parse_template
 from tests.world import random_model
 

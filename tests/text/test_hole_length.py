@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adlm import LM, Hole, LanguageModel
-from adlm.methods import build_config
+from adlm.models.methods import build_config
 from adlm.text.generation import MAX_NEIGHBORS, find_neighbors
 from adlm.text.templates import MAX_HOLE_TOKENS, build_layout, parse_template
 from tests.text.models import lm, tokenizer, wrap

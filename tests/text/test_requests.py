@@ -14,7 +14,7 @@ import torch
 import adlm
 from adlm import Hole, checkpoint
 from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
-from adlm.methods import SAMPLERS
+from adlm.diffusion.samplers import SAMPLERS
 from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
 from tests.text.models import lm, tokenizer, wrap

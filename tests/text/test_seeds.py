@@ -7,7 +7,7 @@ import torch
 
 from adlm import LM, Hole, SamplingParams
 from adlm.diffusion.categorical import draw
-from adlm.methods import SAMPLERS
+from adlm.diffusion.samplers import SAMPLERS
 from tests.text.models import lm
 from tests.world import OPTIONS
 

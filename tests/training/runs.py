@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from adlm import checkpoint
 from adlm.data.prepare import prepare
 from adlm.data.sources import load_excerpt
-from adlm.methods import METHODS, build_config
 from adlm.models.language_model import ModelConfig
+from adlm.models.methods import METHODS, build_config
 from adlm.training.logging import Record, read_metrics
 from adlm.training.loop import Run, train
 

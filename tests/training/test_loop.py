@@ -15,8 +15,8 @@ from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess
-from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
+from adlm.models.methods import METHODS
 from adlm.training.distributed import DistributedContext, LossModule, parallelize
 from adlm.training.guard import Diverged, LossGuard, suggest_remedy
 from adlm.training.logging import RunLogger, StepMetrics

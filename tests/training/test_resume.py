@@ -16,7 +16,7 @@ from adlm.checkpoint import (
     read_state,
     write_json,
 )
-from adlm.methods import METHODS
+from adlm.models.methods import METHODS
 from adlm.training.logging import RunLogger, StepMetrics
 from tests.training.runs import (
     assert_same,

@@ -17,6 +17,7 @@ from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, corrupt, mask_tokens
 from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.diffusion.samplers import takes_steps
 from adlm.diffusion.schedules import LogLinear, noise_level
 from adlm.evaluate import stats
 from adlm.evaluate.cache import (
@@ -34,7 +35,6 @@ from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.stats import estimate_ratio, flatten_estimates
 from adlm.generate import Predictor
 from adlm.likelihood import draw_position, group_rows
-from adlm.methods import takes_steps
 from adlm.models.language_model import LanguageModel
 from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, GeneratedRow, denoise_rows

@@ -22,6 +22,7 @@ import numpy as np
 from adlm.apps.code_eval.sandbox import Limits, find_sandbox_problem, run_program
 from adlm.data.shards import hash_file
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.errors import import_extra
 from adlm.evaluate.cache import (
     Cache,
     ProgressCallback,
@@ -32,7 +33,6 @@ from adlm.evaluate.cache import (
 )
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table
-from adlm.remedies import import_extra
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece

@@ -12,7 +12,7 @@ import numpy as np
 from adlm.apps.reasoning.items import Item
 from adlm.data.formats import MAX_WHOLE_BYTES, TABLES, get_suffix, read_lines, read_whole
 from adlm.data.tokenizers import Tokenizer, matches_form
-from adlm.methods import look_up
+from adlm.registry import Registry
 
 ANSWER_MARK = "#### "  # GSM8K's and iCoT's
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotation, iCoT's equation
@@ -132,7 +132,7 @@ def find_file(folders: Iterable[Path], names: Sequence[str]) -> Path | None:
 
 def find_splits(task: str, path: Path | str) -> dict[str, Path]:
     """Return the files of a task's splits in its folder or in the folder that holds it; a file stands for all."""
-    dataset, path = look_up(DATASETS, task, "task"), Path(path).expanduser()
+    dataset, path = Registry("task", DATASETS).resolve(task), Path(path).expanduser()
     if path.is_file():
         return dict.fromkeys(dataset.files, path)
     if not path.is_dir():

@@ -20,12 +20,15 @@ from adlm.apps.reasoning.decoding import Decoded, decode_in_batches, find_answer
 from adlm.apps.reasoning.items import WORD_MARKERS, Item, index_words, pad_rows
 from adlm.apps.reasoning.tasks import ItemBatch, Task
 from adlm.config import Config
+from adlm.diffusion.anchors import build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import NoisyBatch, corrupt
 from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.samplers import build_sampler, takes_steps
 from adlm.generate import Predictor, stream_tokens
-from adlm.methods import METHODS, build_anchor_rule, build_sampler, look_up, takes_steps
 from adlm.models.language_model import LanguageModel
+from adlm.models.methods import METHODS
+from adlm.registry import Registry
 from adlm.training.objective import Objective
 from adlm.training.setup import build_process
 
@@ -67,7 +70,7 @@ HOLE_TASKS = {
 
 
 class HoleSampling(NamedTuple):
-    """How the holes of a row are filled: a sampler of adlm.methods and its settings."""
+    """How the holes of a row are filled: a sampler of adlm.diffusion.samplers and its settings."""
 
     sampler: str
     steps: int | None = (
@@ -118,8 +121,8 @@ class HoleObjective(Objective):
             raise ValueError(
                 f"reasoning.samplers is empty: give at least one of {', '.join(SAMPLINGS)}"
             )
-        samplings = [look_up(SAMPLINGS, name, "sampler of holes") for name in names]
-        holes, rule = look_up(HOLE_TASKS, task.name, f"task of arm {arm}"), None
+        samplings = [Registry("sampler of holes", SAMPLINGS).resolve(name) for name in names]
+        holes, rule = Registry(f"task of arm {arm}", HOLE_TASKS).resolve(task.name), None
         if METHODS[arm].two_stages:
             rule = build_anchor_rule(
                 "listed", ids=holes.numbers, vocab_size=task.tokenizer.vocab_size

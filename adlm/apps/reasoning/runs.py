@@ -54,10 +54,11 @@ from adlm.evaluate.results import save_json
 from adlm.generate import pick_device
 from adlm.interop import gpt2
 from adlm.likelihood import compute_logits
-from adlm.methods import METHODS, look_up
 from adlm.models.costs import count_parameters, flops_per_token
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.methods import METHODS
 from adlm.models.vocabulary import extend_vocabulary
+from adlm.registry import Registry
 from adlm.training import setup
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
 from adlm.training.loop import Run, run_training
@@ -76,7 +77,7 @@ def train(task: str, arm: str, recipe: str = "reason", *changes: str, **settings
 def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     """Open the task of a run, with the arm's model and objective."""
     name = config.reasoning.arm
-    arm, is_cuda = look_up(ARMS, name, "arm"), context.device.type == "cuda"
+    arm, is_cuda = Registry("arm", ARMS).resolve(name), context.device.type == "cuda"
     if config.parallel.kind in ("fsdp", "hsdp"):
         raise ValueError(
             f"parallel.kind={config.parallel.kind} shards weights, and one process decodes: use ddp"

@@ -19,7 +19,7 @@ from adlm.apps.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers, inde
 from adlm.config import ReasoningSettings
 from adlm.data.batches import Batch
 from adlm.data.tokenizers import Tokenizer
-from adlm.methods import look_up
+from adlm.registry import Registry
 
 TRAIN, TEST, VALID, SYMMETRY = (
     0,
@@ -270,7 +270,7 @@ TASKS = (
 
 def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
     """Open a task by its settings; text tasks take the tokenizer of the model that is trained."""
-    return look_up(TASKS, str(settings.task), "task")(settings, tokenizer)
+    return Registry("task", TASKS).resolve(str(settings.task))(settings, tokenizer)
 
 
 def add_markers(tokenizer: Tokenizer) -> tuple[Tokenizer, Markers]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adlm.remedies import CHECKOUT, check_known, install_command, list_requirements, suggest_names
+from adlm.errors import CHECKOUT, check_known, install_command, list_requirements, suggest_names
 
 needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not installed")
 

@@ -1,23 +1,29 @@
 """Names become functions once: unknown names list the known ones, the lineage's names work, wrong options fail."""
 
 import re
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from adlm import methods
+from adlm.diffusion.anchors import ANCHOR_RULES, build_anchor_rule
 from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.methods import ANCHOR_RULES, METHODS, SAMPLERS, SCHEDULES, build_config, build_sampler
-from adlm.models.language_model import PRESETS, LanguageModel
+from adlm.diffusion.samplers import SAMPLERS, build_sampler
+from adlm.diffusion.schedules import SCHEDULES, build_schedule
+from adlm.models.language_model import LanguageModel
+from adlm.models.methods import METHODS, PRESETS, build_config
+from adlm.registry import Registry, build
 
 TABLES = {
     "sampler": SAMPLERS,
     "schedule": SCHEDULES,
-    "rule": ANCHOR_RULES,
+    "anchor rule": ANCHOR_RULES,
     "method": METHODS,
     "preset": PRESETS,
 }
@@ -28,7 +34,7 @@ NEEDS_NO_STEPS = {"first_hitting", "entropy_bounded"}
 def test_the_error_of_an_unknown_name_lists_the_known_ones(kind):
     expected = f"unknown {kind} 'nonsense': expected one of {', '.join(TABLES[kind])}"
     with pytest.raises(ValueError, match=re.escape(expected)):
-        methods.look_up(TABLES[kind], "nonsense", kind)
+        TABLES[kind].resolve("nonsense")
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -61,9 +67,9 @@ def test_every_sampler_can_be_built_and_checks_its_options(name):
         (build_sampler, "remask_loop", {"steps": 8, "t_on": 1.0}, "t_on < 1"),
         (build_sampler, "entropy_bounded", {"bound": -1.0}, "must not be negative"),
         (build_sampler, "ancestral", {}, "sampler 'ancestral' needs steps: give steps=VALUE"),
-        (methods.build_anchor_rule, "listed", {}, "anchor rule 'listed' needs ids, vocab_size"),
+        (build_anchor_rule, "listed", {}, "anchor rule 'listed' needs ids, vocab_size"),
         (
-            methods.build_schedule,
+            build_schedule,
             "cosine",
             {"low": 1},
             "unknown cosine option 'low': expected one of ",
@@ -101,8 +107,8 @@ def test_a_config_for_every_corner(method, preset):
 
 
 def test_schedules_and_rules_have_names():
-    assert methods.build_schedule("cosine_squared").alpha(torch.tensor(0.0)) == 1
-    rule = methods.build_anchor_rule("rare_in_sequence", max_count=1)
+    assert build_schedule("cosine_squared").alpha(torch.tensor(0.0)) == 1
+    rule = build_anchor_rule("rare_in_sequence", max_count=1)
     assert rule(torch.tensor([[1, 1, 2]]), None).tolist() == [[False, False, True]]
 
 
@@ -134,9 +140,86 @@ def test_changes_win_over_the_preset():
 
 
 def test_samplers_answer_to_their_names_in_other_code() -> None:
-    for other, name in methods.OTHER_NAMES.items():
-        assert (
-            methods.look_up(SAMPLERS, other, "sampler") is SAMPLERS[name] and other not in SAMPLERS
-        )
+    assert SAMPLERS.resolve("remdm-cap") is SAMPLERS["remask_cap"]
+    for other, name in SAMPLERS.aliases.items():
+        assert SAMPLERS.resolve(other) is SAMPLERS[name] and other not in SAMPLERS
     with pytest.raises(ValueError, match="unknown method 'remdm-cap'"):
-        methods.look_up(METHODS, "remdm-cap", "method")
+        METHODS.resolve("remdm-cap")
+
+
+USER_FILE = """
+from pathlib import Path
+from adlm.diffusion.samplers import build_sampler
+from adlm.diffusion.schedules import LogLinear
+
+Path(__file__).with_suffix(".imported").touch()
+
+
+def short(steps, eta=0.5):
+    return build_sampler("remask_cap", steps=steps, eta=eta)
+
+
+plan = short(3)
+"""
+
+
+def write_user_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a module into the current folder, under a name of its own; return the name."""
+    name = f"users_{folder.name}".replace("-", "_")
+    (folder / f"{name}.py").write_text(USER_FILE, "utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def test_an_object_of_a_users_file_is_built_with_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_user_file(tmp_path, monkeypatch)
+    built = build(SAMPLERS, f"{module}:short", {"steps": 4}, allow_import=True)
+    assert str(built) == str(build_sampler("remask_cap", steps=4, eta=0.5))
+    assert str(build(SAMPLERS, f"{module}:plan", {}, allow_import=True)) == str(
+        build_sampler("remask_cap", steps=3, eta=0.5)
+    )
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        (f"{module}:short", {}, f"sampler '{module}:short' needs steps: give steps=VALUE"),
+        (f"{module}:short", {"etaa": 1}, "unknown .* option 'etaa' .did you mean eta"),
+        (f"{module}:plan", {"steps": 4}, "is an object and takes no steps"),
+        (f"{module}:shrot", {}, f"{module} has no 'shrot': define it there"),
+        ("nowhere_to_be_found:short", {}, "there is no module 'nowhere_to_be_found'"),
+        (f"{module}:", {}, "is not module:object"),
+    ]
+    for name, options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            build(SAMPLERS, name, options, allow_import=True)
+
+
+def test_nothing_is_imported_unless_the_caller_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_user_file(tmp_path, monkeypatch)
+    for registry in TABLES.values():
+        with pytest.raises(ValueError, match="is not imported from here: expected one of"):
+            registry.resolve(f"{module}:short")
+    assert not (tmp_path / f"{module}.imported").exists()
+    assert SAMPLERS.resolve(f"{module}:short", allow_import=True).__module__ == module
+    assert (tmp_path / f"{module}.imported").exists()
+
+
+def test_a_missing_import_of_a_users_file_is_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "users_broken.py").write_text("import nowhere_to_be_found\n", "utf-8")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere_to_be_found'"):
+        SAMPLERS.resolve("users_broken:anything", allow_import=True)
+
+
+def test_a_registered_name_is_known_like_the_others() -> None:
+    registry = Registry("shape", {"round": 1})
+    registry.register("mine:square", 4)
+    registry.register("mine:square", 4)
+    assert registry.resolve("mine:square") == 4 and list(registry) == ["round", "mine:square"]
+    with pytest.raises(ValueError, match="shape 'round' exists already"):
+        registry.register("round", 2)
