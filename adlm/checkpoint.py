@@ -1,7 +1,6 @@
 """Checkpoints (docs/run_folder.md): safetensors and JSON, written atomically, checksums compared before resuming."""
 
 import errno
-import json
 import os
 import shutil
 import warnings
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.filesize import decimal as format_bytes
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -25,11 +24,12 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from adlm.data.shards import fsync_path, hash_file
-from adlm.data.tokenizers import CONFIG_FILES, Tokenizer, read_json, read_object
+from adlm import files
+from adlm.data.tokenizers import CONFIG_FILES, Tokenizer
+from adlm.files import hash_file, read_json, read_object
 from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta
 
-LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
+LATEST, BEST = "latest", "best"
 MODEL_FORMAT = 1  # of config.json and model.safetensors
 RUN_FORMAT = 2  # of state.json and training/
 WRAPPED, DOCUMENTS = "wrapped", "documents"
@@ -142,9 +142,9 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         final = self.folder / name_checkpoint(snapshot.step)
-        partial = self.folder / f"{PARTIAL}{final.name}"
+        partial = self.folder / f"{files.PARTIAL}{final.name}"
         try:
-            run_on_rank0(lambda: self._create_partial(partial, snapshot), self.group)
+            run_on_rank0(lambda: self._create_partial(partial, final, snapshot), self.group)
             writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
             dcp.save(
                 snapshot.training,
@@ -155,40 +155,33 @@ class CheckpointWriter:
             run_on_rank0(lambda: self._publish(partial, final, snapshot), self.group)
         except BaseException as error:
             if self.group is None or dist.get_rank(self.group) == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                files.remove_partial_folders(self.folder)
             explained = explain_write_error(error, self.folder, snapshot.count_bytes())
             raise explained from (None if explained is error else error)
 
-    def _create_partial(self, partial: Path, snapshot: Snapshot) -> None:
+    def _create_partial(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for old in self.folder.glob(f"{PARTIAL}*"):  # of a run that was killed
-            shutil.rmtree(old)
+        files.remove_partial_folders(self.folder)  # of a run that was killed
         free = shutil.disk_usage(self.folder).free
         if snapshot.count_bytes() > free:
             raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free")
-        (partial / "training").mkdir(parents=True)
+        files.create_partial_folder(final)
+        (partial / "training").mkdir()
 
     def _publish(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
-        save_file(
-            {name: t.contiguous() for name, t in snapshot.weights.items()},
-            partial / "model.safetensors",
-        )
-        write_json(
+        files.write_tensors(partial / "model.safetensors", snapshot.weights)
+        files.write_json(
             partial / "config.json",
             build_config_json(self.config, self.method, snapshot.step, self.rows),
         )
-        write_json(partial / "state.json", {**snapshot.state, "format": RUN_FORMAT})
+        files.write_json(partial / "state.json", {**snapshot.state, "format": RUN_FORMAT})
         if self.tokenizer is not None:
             self.tokenizer.save(partial)
-        write_json(partial / "checksums.json", compute_checksums(partial))
-        for path in [*partial.rglob("*"), partial]:
-            fsync_path(path)
-        remove_checkpoint(final)  # exists if the run went back to an earlier checkpoint
-        os.rename(partial, final)
-        fsync_path(self.folder)
-        replace_link(self.folder / LATEST, final.name)
+        files.write_json(partial / "checksums.json", compute_checksums(partial))
+        files.publish_folder(partial, final)  # it exists if the run went back to an earlier one
+        files.replace_link(self.folder / LATEST, final.name)
         if snapshot.is_best:
-            replace_link(self.folder / BEST, final.name)
+            files.replace_link(self.folder / BEST, final.name)
         linked = {
             os.readlink(path)
             for name in (LATEST, BEST)
@@ -196,16 +189,7 @@ class CheckpointWriter:
         }
         for old in list_checkpoints(self.folder)[: -self.keep]:
             if old.name not in linked:
-                remove_checkpoint(old)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; it is renamed first, so that a half-deleted one is never listed."""
-    if path.exists():
-        renamed = path.with_name(f"{PARTIAL}old-{path.name}")
-        shutil.rmtree(renamed, ignore_errors=True)
-        os.rename(path, renamed)
-        shutil.rmtree(renamed)
+                files.remove_folder(old)
 
 
 def run_on_rank0(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -309,11 +293,11 @@ def restore_links(folder: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             named = folder / name_checkpoint(read_config_json(path)[0]["step"])
             if named.exists() and not find_damage(named):
-                remove_checkpoint(path)
+                files.remove_folder(path)
             else:
-                remove_checkpoint(named)
-                os.rename(path, named)
-            replace_link(path, named.name)
+                files.remove_folder(named)
+                files.rename_folder(path, named)
+            files.replace_link(path, named.name)
 
 
 def set_aside_later(path: Path) -> None:
@@ -321,12 +305,12 @@ def set_aside_later(path: Path) -> None:
     for later in list_checkpoints(path.parent):
         if later.name > path.name:
             renamed = path.with_name(f"set-aside-{later.name}")
-            shutil.rmtree(renamed, ignore_errors=True)  # from setting it aside before
-            os.rename(later, renamed)
+            files.remove_folder(renamed)  # from setting it aside before
+            files.rename_folder(later, renamed)
     best = path.with_name(BEST)
     if best.is_symlink() and not best.exists():
-        best.unlink()
-    replace_link(path.with_name(LATEST), path.name)
+        files.remove_file(best)
+    files.replace_link(path.with_name(LATEST), path.name)
 
 
 def load_training_tensors(
@@ -491,8 +475,10 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
         if not (model.config.tied and name == "head.weight")
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(quantize(weights) if is_quantized else weights, folder / "model.safetensors")
-    write_json(
+    files.write_tensors(
+        folder / "model.safetensors", quantize(weights) if is_quantized else weights
+    )
+    files.write_json(
         folder / "config.json",
         build_config_json(model.config, loaded.method, loaded.step, loaded.rows),
     )
@@ -501,10 +487,7 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
     checksums = {
         name: sha for name, sha in compute_checksums(folder).items() if name in MODEL_FILES
     }  # not a README
-    write_json(folder / "checksums.json", checksums)
-    (folder / "model.safetensors").chmod(
-        0o644
-    )  # safetensors writes files that only their owner can read
+    files.write_json(folder / "checksums.json", checksums)
     return folder
 
 
@@ -533,19 +516,6 @@ def compute_checksums(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
-
-
-def replace_link(path: Path, target: str) -> None:
-    """Point a symbolic link to another target, atomically."""
-    new = path.with_name(f".{path.name}-link")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target, target_is_directory=True)
-    os.replace(new, path)
-    fsync_path(path.parent)
 
 
 def explain_write_error(error: BaseException, folder: Path, needed: int) -> BaseException:

@@ -13,9 +13,9 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
 
-from adlm.data.shards import write_atomically
 from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P
 from adlm.errors import suggest_names
+from adlm.files import write_atomically
 from adlm.models.language_model import ModelConfig
 
 PACKAGE = Path(__file__).resolve().parent

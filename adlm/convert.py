@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from adlm.checkpoint import DOCUMENTS, WRAPPED, LoadedModel
-from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.files import read_json
 from adlm.models.language_model import (
     EXTENSIONS,
     LanguageModel,

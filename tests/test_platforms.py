@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import adlm
-from adlm.data import shards
+from adlm import files
 from adlm.diffusion.categorical import SamplingParams, draw
 from adlm.diffusion.samplers import SAMPLERS, takes_steps
 from adlm.likelihood import estimate_nll, estimate_order_nll
@@ -262,6 +262,6 @@ def test_where_files_cannot_be_locked_the_error_says_what_to_use(
     monkeypatch.setattr(os, "name", "nt")
     with (
         pytest.raises(OSError, match=r"cannot be locked.*on Windows, in WSL"),
-        shards.file_lock(path, ""),
+        files.file_lock(path, ""),
     ):
         pytest.fail("the folder is not locked")

@@ -17,20 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from adlm import files
 from adlm.data import shards
 from adlm.data.corpora import Corpus, find_corpus
 from adlm.data.packing import PackedRows, Packer, iterate_blocks
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
-from adlm.data.tokenizers import (
-    END_OF_TEXT,
-    MAX_VOCAB_SIZE,
-    Tokenizer,
-    load_tokenizer,
-    read_object,
-    train_bpe,
-)
+from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, train_bpe
 from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
+from adlm.files import read_object
 
 TOKENIZER_BYTES = (
     100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
@@ -151,7 +146,7 @@ def prepare(
     if job.folder.exists() and not job.folder.is_dir():
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
-    with shards.file_lock(
+    with files.file_lock(
         job.folder / ".lock", f"another process prepares {job.folder}: wait for it, or change --out"
     ):
         if overwrite and any((job.folder / name).is_file() for name in (PROGRESS, MANIFEST)):
@@ -159,7 +154,7 @@ def prepare(
         finished = begin_or_resume(job)
         content = {key: value for each in sources.values() for key, value in each.hashes.items()}
         if content and content != read_hashes(hashes):
-            shards.write_atomically(hashes, json.dumps(content, indent=1).encode("utf-8"))
+            files.write_atomically(hashes, json.dumps(content, indent=1).encode("utf-8"))
         return run_preparation(job, sources, loaded) if finished is None else finished
 
 
@@ -212,7 +207,7 @@ class Preparation:
         return shards.choose_dtype(self.state["tokenizer"]["vocab_size"])
 
     def save_state(self) -> None:
-        shards.write_atomically(
+        files.write_atomically(
             self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8")
         )
 
@@ -388,9 +383,9 @@ def cut_valid(job: Preparation, share: float) -> None:
     for path in list_files(job.folder):
         if path.name.startswith("train-") and path.suffix in sizes:
             if not (size := counts.get(path.with_suffix(".bin").name, 0) * sizes[path.suffix]):
-                path.unlink()
+                files.remove_file(path)
             elif path.stat().st_size > size:
-                os.truncate(path, size)
+                files.cut_file(path, size)
 
 
 def write_manifest(job: Preparation) -> dict[str, Any]:
@@ -416,7 +411,7 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
     content, tokenizer = io.BytesIO(), job.state["tokenizer"]
     counts = job.open_train_rows().count_tokens(tokenizer["vocab_size"])
     np.save(content, counts.astype("<i8"), allow_pickle=False)
-    shards.write_atomically(job.folder / COUNTS, content.getvalue())
+    files.write_atomically(job.folder / COUNTS, content.getvalue())
     manifest = {
         "format": FORMAT,
         "settings": job.settings,
@@ -430,10 +425,10 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
         "splits": splits,
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": job.settings["source"],
-        "counts_sha256": shards.hash_file(job.folder / COUNTS),
+        "counts_sha256": files.hash_file(job.folder / COUNTS),
         "made_with": made_with,
     }
-    shards.write_atomically(
+    files.write_atomically(
         job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8")
     )
     remove_files(job.folder, TEMPORARY)
@@ -452,4 +447,4 @@ def remove_files(folder: Path, endings: tuple[str, ...] = ("",)) -> None:
     """Remove the files of a preparation, by default all of them."""
     for path in list_files(folder):
         if path.name.endswith(endings):
-            path.unlink()
+            files.remove_file(path)

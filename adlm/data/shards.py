@@ -1,15 +1,11 @@
 """The folder of prepared text (docs/prepare.md): rows in memory-mapped shards, and a manifest that describes them."""
 
-import hashlib
-import io
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.data.packing import PackedRows
-from adlm.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, read_object
+from adlm.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer
+from adlm.files import hash_file, read_object, write_atomically
 
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
@@ -52,7 +49,6 @@ MANIFEST_FORM = {
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
-OPEN_LOCKS: set[IO[bytes]] = set()  # of this process
 
 
 def choose_dtype(vocab_size: int) -> str:
@@ -266,64 +262,3 @@ def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
     else:
         return
     raise ValueError(f"{path} {problem}: copy it again or {PREPARE_AGAIN}")
-
-
-def hash_file(path: Path, size: int | None = None) -> str:
-    """Return the SHA-256 of a file, or of its first bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(
-            file if size is None else io.BytesIO(file.read(size)), "sha256"
-        ).hexdigest()
-
-
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a whole file; if the machine stops, the file is either the old or the new one."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    fsync_path(path.parent)
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk: a renamed file survives a power cut only then."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open folders, and does not need it
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def file_lock(path: Path, message: str) -> Iterator[None]:
-    """Context manager: lock a file, creating it if needed, at most until this process ends, whatever its children do;
-    ValueError(message) if another process has locked it."""
-    if os.name != "posix":
-        raise OSError(
-            f"{path} cannot be locked on this system: run adlm on Linux or macOS (on Windows, in WSL)"
-        )
-    import fcntl
-
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(message) from None
-        OPEN_LOCKS.add(file)
-        try:
-            yield
-        finally:
-            OPEN_LOCKS.discard(file)
-
-
-def _close_locks() -> None:
-    while OPEN_LOCKS:
-        OPEN_LOCKS.pop().close()  # closing one of two copies does not unlock
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_locks)

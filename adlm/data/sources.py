@@ -17,8 +17,8 @@ from adlm.data.corpora import CONVERTED, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
 from adlm.data.hub import check_hub
-from adlm.data.shards import hash_file
 from adlm.errors import check_known, import_extra, suggest_names
+from adlm.files import hash_file
 
 READER = 1  # goes up when the same files would give other documents
 MAX_LISTED_FILES = 1000  # in the identity of a source

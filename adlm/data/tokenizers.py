@@ -2,8 +2,6 @@
 
 import gzip
 import hashlib
-import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +17,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from adlm.data.hub import download_files
 from adlm.errors import suggest_names
+from adlm.files import read_bounded, read_json, write_atomically, write_json
 
 BYTES = 256
-MAX_JSON_BYTES = 2**26  # of a file that describes data, a model or a tokenizer
 MAX_VOCAB_SIZE = 2**24
 END_OF_TEXT = "<|endoftext|>"
 BUNDLED = ("gpt2", "bert-base-uncased")
@@ -134,8 +132,8 @@ class Tokenizer:
         ids = zip(CONFIG_KEYS, self.special_ids)
         names = {f"{role}_token": None if i is None else self.bpe.id_to_token(i) for role, i in ids}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "name": self.name, **names}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-        (folder / "tokenizer.json").write_bytes(self.json.encode("utf-8"))  # bytes: newlines stay
+        write_json(folder / "tokenizer_config.json", config)
+        write_atomically(folder / "tokenizer.json", self.json.encode("utf-8"))  # newlines stay
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
@@ -240,61 +238,6 @@ def _make_character_tokenizer() -> Tokenizer:
 
 BUILT_IN = {"bytes": _make_byte_tokenizer, "characters": _make_character_tokenizer}
 EXPECTED_NAME = f"give a file, a folder that holds one, {', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hub"
-
-
-def read_json(path: Path, remedy: str = "the file is damaged") -> Any:
-    """Read a JSON file."""
-    try:
-        return json.loads(read_bounded(path))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not JSON, not UTF-8, too large, or too many brackets
-        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
-
-
-def read_object(path: Path, form: dict[str, Any], remedy: str) -> dict[str, Any]:
-    """Read a JSON object whose values must have the form of their key (`matches_form`)."""
-    content = read_json(path, remedy)
-    content = content if isinstance(content, dict) else {}
-    for key, expected in form.items():
-        if not matches_form(content.get(key), expected):
-            value = (
-                f"{key} {content[key]!r:.80}, which is not valid" if key in content else f"no {key}"
-            )
-            raise ValueError(f"{path} has {value}: {remedy}")
-    return content
-
-
-def matches_form(value: Any, form: Any) -> bool:
-    """Return whether a JSON value has a form.
-
-    That is a value or a type; whole numbers of a range; a pattern of text; a tuple of alternative forms; a list of the
-    items' one form; an object with the form of some keys, or of all values (the key "*").
-    """
-    if isinstance(form, tuple):
-        return any(matches_form(value, each) for each in form)
-    if isinstance(form, range):
-        return type(value) is int and value in form  # no bool
-    if isinstance(form, re.Pattern):
-        return isinstance(value, str) and form.fullmatch(value) is not None
-    if isinstance(form, list):
-        return isinstance(value, list) and all(matches_form(each, form[0]) for each in value)
-    if isinstance(form, dict):
-        if not isinstance(value, dict):
-            return False
-        named = dict.fromkeys(value, form["*"]) if "*" in form else form
-        return all(matches_form(value.get(key), each) for key, each in named.items())
-    return isinstance(value, form) if isinstance(form, type) else bool(value == form)
-
-
-def read_bounded(path: Path) -> str:
-    """Return the text of a small file; refuse a large one, which would fill the memory."""
-    if (size := path.stat().st_size) > MAX_JSON_BYTES:
-        raise ValueError(
-            f"{path} has {size:,} bytes: expected at most {MAX_JSON_BYTES:,}; make or fetch it again"
-        )
-    return path.read_bytes().decode("utf-8")
 
 
 def _load_file(path: Path, name: str | None = None) -> Tokenizer:

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import inspect
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from adlm.data.shards import file_lock, write_atomically
+from adlm.files import append_durably, file_lock, remove_file, write_atomically
 from adlm.training.distributed import DistributedContext
 
 P = ParamSpec("P")
@@ -90,19 +89,8 @@ class Cache:
         """Write what is not on disk yet, and wait for the disk."""
         if self.folder is not None and self._unwritten:
             self.folder.mkdir(parents=True, exist_ok=True)
-            content = memoryview(
-                b"".join(encode_line(key, value) for key, value in self._unwritten.items())
-            )
-            with (self.folder / PER_RANK.format(rank=self.rank)).open("ab", buffering=0) as file:
-                size = file.tell()
-                try:
-                    while content:
-                        content = content[file.write(content) :]
-                    os.fsync(file.fileno())
-                except OSError as error:  # a full disk; half a line would spoil the next one
-                    file.truncate(size)
-                    error.filename = file.name
-                    raise
+            lines = [encode_line(key, value) for key, value in self._unwritten.items()]
+            append_durably(self.folder / PER_RANK.format(rank=self.rank), b"".join(lines))
             self._unwritten = {}
         self._flushed = time.monotonic()
 
@@ -119,7 +107,7 @@ class Cache:
                 b"".join(encode_line(*entry) for entry in self.entries.items()),
             )
         for path in parts:
-            path.unlink()
+            remove_file(path)
 
     def sync(self) -> None:
         """Give all ranks the entries of all that share the folder; every rank calls it."""

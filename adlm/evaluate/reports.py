@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from adlm.bundled import MODELS
-from adlm.data.shards import hash_file, write_atomically
 from adlm.diffusion.samplers import takes_steps
 from adlm.errors import import_extra, install_command
 from adlm.evaluate.cache import ProgressCallback, ignore_progress, lock_output
@@ -24,6 +23,7 @@ from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json, to_json
 from adlm.evaluate.sample_metrics import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
+from adlm.files import hash_file, write_atomically
 from adlm.registry import load_object
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM

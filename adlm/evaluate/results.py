@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adlm.files import write_atomically
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -136,8 +138,6 @@ def to_json(value: Any) -> Any:
 
 def save_json(path: Path, value: Any) -> Path:
     """Write a JSON file atomically."""
-    from adlm.data.shards import write_atomically  # here: it imports torch
-
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
         path, (json.dumps(to_json(value), indent=1, ensure_ascii=False) + "\n").encode("utf-8")

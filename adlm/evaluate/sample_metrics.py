@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
@@ -39,6 +38,7 @@ from adlm.evaluate.scorer import (
     score_texts,
 )
 from adlm.evaluate.stats import estimate_ratio
+from adlm.files import hash_file, write_atomically
 from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext

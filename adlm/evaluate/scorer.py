@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.data.hub import check_hub
-from adlm.data.shards import hash_file
 from adlm.errors import import_extra, install_command
 from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.provenance import hash_weights
+from adlm.files import hash_file
 from adlm.text.generation import check_whole_numbers
 from adlm.view.console import hide_stderr
 

@@ -10,19 +10,12 @@ from typing import Any
 import tokenizers
 import torch
 import yaml
-from safetensors.torch import save_file
 from tokenizers import AddedToken, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from adlm.checkpoint import (
-    EXPORTED_PREFIX,
-    EXPORTED_WEIGHTS,
-    PARTIAL,
-    LoadedModel,
-    build_config_json,
-    write_json,
-)
+from adlm.checkpoint import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel, build_config_json
 from adlm.data.tokenizers import Tokenizer
+from adlm.files import create_partial_folder, publish_folder, write_json, write_tensors
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
 from adlm.text.lm import LM
@@ -48,19 +41,15 @@ def export(
     final, loaded = Path(folder), lm.loaded
     if final.exists() and any(final.iterdir()):
         raise ValueError(f"{final} is not empty: give a new folder")
-    folder = final.with_name(f"{PARTIAL}{final.name}")
-    shutil.rmtree(folder, ignore_errors=True)  # of an export that failed
-    (folder / "model").mkdir(parents=True)
+    folder = create_partial_folder(final)
+    (folder / "model").mkdir()
     tokenizer = export_tokenizer(lm, folder)
     weights = {
-        EXPORTED_PREFIX + name: tensor.to(DTYPES[dtype]).contiguous()
+        EXPORTED_PREFIX + name: tensor.to(DTYPES[dtype])
         for name, tensor in lm.model.state_dict().items()
         if not (lm.model.config.tied and name == "head.weight")
     }
-    save_file(weights, folder / EXPORTED_WEIGHTS, metadata={"format": "pt"})
-    (folder / EXPORTED_WEIGHTS).chmod(
-        0o644
-    )  # safetensors writes files that only their owner can read
+    write_tensors(folder / EXPORTED_WEIGHTS, weights, metadata={"format": "pt"})
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     index = {
         "metadata": {"total_size": size},
@@ -75,7 +64,8 @@ def export(
     (folder / "README.md").write_text(card, "utf-8")
     if not lm.model.config.is_causal:
         write_diffusers_files(lm, folder)
-    return folder.rename(final)
+    publish_folder(folder, final)
+    return final
 
 
 def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:

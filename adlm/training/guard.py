@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from safetensors.torch import save_file
-
-from adlm.checkpoint import write_json
 from adlm.data.batches import Batch
+from adlm.files import write_json, write_tensors
 
 # 75 is EX_TEMPFAIL: the run is saved, start the same command again.
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGINT: 130}
@@ -73,10 +71,8 @@ def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:
     path, batch = folder / "failures" / f"step-{error.step:08d}-process-{rank}", error.batch
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: getattr(batch, name) for name in ("tokens", "number", "place", "lengths")}
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items() if t is not None},
-        path / "batch.safetensors",
-    )
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    write_tensors(path / "batch.safetensors", present)
     report = {"step": error.step, "error": str(error), "state": batch.state, "total": batch.total}
     write_json(path / "error.json", report)
     return path

@@ -24,8 +24,8 @@ from rich.progress import (
 from torch import Tensor
 
 from adlm.data.batches import Batch
-from adlm.data.shards import fsync_path, write_atomically
 from adlm.errors import import_extra
+from adlm.files import append_line, sync_path, write_atomically
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
 from adlm.registry import Registry
 from adlm.training.distributed import DistributedContext, get_device_name
@@ -57,8 +57,7 @@ class StepMetrics:
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record to a file as one line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(format_record(record))
+    append_line(path, format_record(record))
 
 
 def format_record(record: Mapping[str, Any]) -> str:
@@ -133,7 +132,7 @@ def open_wandb(folder: Path, config: Record, step: int) -> Iterator[WriteRecord]
 
     id_file = folder / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12] + "\n", "utf-8")
+        write_atomically(id_file, f"{uuid.uuid4().hex[:12]}\n".encode())
     project, run_id = os.environ.get("WANDB_PROJECT", PROJECT), id_file.read_text("utf-8").strip()
     options: dict[str, Any] = {"resume": "allow", "dir": str(folder), "config": config}
     with wandb.init(project=project, name=folder.name, id=run_id, **options) as opened:
@@ -188,7 +187,7 @@ class RunLogger:
         folder = Path(config.folder)
         self.path = folder / "metrics.jsonl"
         if context.is_main:
-            self.path.touch()
+            append_line(self.path, "")  # creates it
             cut_metrics(self.path, step)
             trackers = [
                 open_tracker(name, folder, asdict(config), step) for name in config.log.track
@@ -296,7 +295,7 @@ class RunLogger:
     def sync(self) -> None:
         """Wait until metrics.jsonl is on the disk."""
         if self.context.is_main:
-            fsync_path(self.path)
+            sync_path(self.path)
 
 
 def describe_run(

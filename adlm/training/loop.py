@@ -17,6 +17,7 @@ from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
+from adlm.files import write_atomically
 from adlm.models.language_model import LanguageModel
 from adlm.training import guard, setup
 from adlm.training.distributed import (
@@ -270,7 +271,7 @@ def run_training(
                     folder / "samples" / f"step-{step:08d}.txt",
                 )
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(text + "\n", "utf-8")
+                write_atomically(path, f"{text}\n".encode())
                 return f"step {step:,}: {path}: {' '.join(text.split())[:160]}…"
 
             logger.print(context.run_on_rank0(write))

@@ -21,14 +21,7 @@ from adlm import checkpoint
 from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, ReasoningSettings, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
-from adlm.data.shards import (
-    PreparedData,
-    ShardedRows,
-    describe_tokenizer,
-    file_lock,
-    hash_file,
-    open_data,
-)
+from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, open_data
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule, build_anchor_rule
@@ -37,6 +30,7 @@ from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.samplers import build_sampler
 from adlm.diffusion.schedules import build_schedule
 from adlm.errors import check_known
+from adlm.files import file_lock, hash_file
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory

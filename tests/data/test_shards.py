@@ -15,15 +15,9 @@ import torch
 
 from adlm.data.packing import PackedRows, iterate_blocks
 from adlm.data.prepare import prepare
-from adlm.data.shards import (
-    ShardedRows,
-    choose_dtype,
-    describe_shard,
-    file_lock,
-    open_data,
-    write_shard,
-)
+from adlm.data.shards import ShardedRows, choose_dtype, describe_shard, open_data, write_shard
 from adlm.data.tokenizers import load_tokenizer
+from adlm.files import file_lock
 from tests.data.test_prepare import make_source
 
 LENGTH, ROWS = 5, 23

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from adlm.data import formats, sources
-from adlm.data.shards import hash_file
 from adlm.data.sources import Source, describe_version, load_excerpt, open_source
+from adlm.files import hash_file
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TEXTS = ["One, two.\nThree", "A \"word\" with 'marks', a tab\tand ümläute", "x" * 200_000, "last"]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from adlm.data.shards import file_lock
 from adlm.evaluate.cache import (
     LOCKED_FOLDERS,
     Cache,
@@ -20,6 +19,7 @@ from adlm.evaluate.cache import (
     open_cache,
     read_entries,
 )
+from adlm.files import file_lock
 from adlm.training.distributed import DistributedContext
 
 

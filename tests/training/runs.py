@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from adlm import checkpoint
+from adlm import checkpoint, files
 from adlm.data.prepare import prepare
 from adlm.data.sources import load_excerpt
 from adlm.models.language_model import ModelConfig
@@ -191,13 +191,13 @@ def _command(given: list[str], slow: float) -> None:
     from adlm.cli.main import app
 
     torch.set_num_threads(1)
-    fsync_path = checkpoint.fsync_path
+    sync_path = files.sync_path
 
-    def fsync_slowly(path: Path) -> None:
+    def sync_slowly(path: Path) -> None:
         time.sleep(slow)
-        fsync_path(path)
+        sync_path(path)
 
-    checkpoint.fsync_path = fsync_slowly
+    files.sync_path = sync_slowly
     app(["train", *given])
 
 

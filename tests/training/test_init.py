@@ -12,7 +12,7 @@ import torch
 
 from adlm.checkpoint import export_model, load_model, read_state, read_weights
 from adlm.config import load_config
-from adlm.data.shards import hash_file
+from adlm.files import hash_file
 from adlm.training.loop import Run, train
 from tests.cli.terminal import invoke
 from tests.training.runs import TEXT, TINY, assert_same, data, run, shelf

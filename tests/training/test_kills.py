@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import PARTIAL, list_checkpoints, verify_checkpoint
+from adlm.checkpoint import list_checkpoints, verify_checkpoint
+from adlm.files import PARTIAL
 from tests.attacks.commands import count_cases
 from tests.training.runs import assert_same, get_exit_code, in_process, run, wait_until
 

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import (
-    compute_checksums,
-    find_latest_checkpoint,
-    load_model,
-    read_state,
-    write_json,
-)
+from adlm.checkpoint import compute_checksums, find_latest_checkpoint, load_model, read_state
+from adlm.files import write_json
 from adlm.models.methods import METHODS
 from adlm.training.logging import RunLogger, StepMetrics
 from tests.training.runs import (

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from adlm.apps.code_eval.sandbox import Limits, find_sandbox_problem, run_program
-from adlm.data.shards import hash_file
 from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.errors import import_extra
 from adlm.evaluate.cache import (
@@ -33,6 +32,7 @@ from adlm.evaluate.cache import (
 )
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table
+from adlm.files import hash_file
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece

@@ -11,7 +11,8 @@ import numpy as np
 
 from adlm.apps.reasoning.items import Item
 from adlm.data.formats import MAX_WHOLE_BYTES, TABLES, get_suffix, read_lines, read_whole
-from adlm.data.tokenizers import Tokenizer, matches_form
+from adlm.data.tokenizers import Tokenizer
+from adlm.files import matches_form
 from adlm.registry import Registry
 
 ANSWER_MARK = "#### "  # GSM8K's and iCoT's

@@ -46,11 +46,11 @@ from adlm.apps.reasoning.verdicts import RESULT
 from adlm.bundled import MODELS, find_bundled_model
 from adlm.checkpoint import LoadedModel
 from adlm.config import Config, load_config
-from adlm.data.shards import hash_file
-from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.evaluate.cache import ProgressCallback, ignore_progress
 from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import save_json
+from adlm.files import hash_file, read_json
 from adlm.generate import pick_device
 from adlm.interop import gpt2
 from adlm.likelihood import compute_logits

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from adlm.apps.reasoning.arms import ARMS
 from adlm.apps.reasoning.tasks import GENERATORS
-from adlm.data.tokenizers import read_object
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table
 from adlm.evaluate.stats import NORMAL_975
+from adlm.files import read_object
 from adlm.training.logging import read_metrics
 
 RESULT = "reasoning.json"  # in a run's folder
