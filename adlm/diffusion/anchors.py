@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.plans import check_probability
-from adlm.diffusion.rng import LOW, Purpose, philox, uniform_pair
+from adlm.diffusion.rng import Purpose, philox, uniform_pair
 from adlm.errors import check_known
 from adlm.registry import Registry, build
 
@@ -91,7 +91,7 @@ def random_positions(fraction: float, seed: int) -> AnchorRule:
         zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
         # The row's key is its text: the sum of a hash of every (token, position) that is not padding.
         high, low, _, _ = philox(
-            (tokens & LOW, position, zero, zero + Purpose.ANCHOR), (zero, zero)
+            (tokens & 0xFFFFFFFF, position, zero, zero + Purpose.ANCHOR), (zero, zero)
         )
         row = _zero_padding((high << 32) | low, valid).sum(-1, keepdim=True)
         return _zero_padding(

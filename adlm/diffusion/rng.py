@@ -4,13 +4,31 @@ A row's numbers do not depend on its neighbors, on the batch size, on what was s
 generator is Philox4x32-10 (Salmon et al., 2011): the seed is its key, the four other words its counter.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-LOW = 0xFFFFFFFF
+Words = NDArray[np.uint64]
+Numbers = NDArray[np.float64]
+
+ROUNDS = 10
+LOW = np.uint64(0xFFFFFFFF)
+WORD_BITS = np.uint64(32)
+ROW_HIGH = np.uint64(0xFFFFFF)  # the row's bits above the first 32
+PURPOSE_BITS = np.uint64(8)
+SHIFT_HIGH = np.uint64(21)  # 53 = 32 + 21 bits of two words
+SHIFT_LOW = np.uint64(11)
+MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
+KEY_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array(
+    [0x9E3779B9, 0xBB67AE85], np.uint64
+)
+MAX_NUMBERS = 16384  # made in one call: more leave the processor's cache
 
 
 class Purpose(IntEnum):
@@ -29,29 +47,64 @@ def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
     """Run ten rounds of Philox4x32 on int64 tensors that hold 32-bit words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        # A 32 × 32 bit product fills 64 bits; int64 wraps, so the high word is read after a masked shift.
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & LOW) ^ c1 ^ k0,
-            p1 & LOW,
-            ((p0 >> 32) & LOW) ^ c3 ^ k1,
-            p0 & LOW,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
-    return c0, c1, c2, c3
+    words = run_rounds([x.numpy().view(np.uint64) for x in (*counter, *key)])
+    return tuple(torch.from_numpy(x.view(np.int64)) for x in words)
+
+
+def run_rounds(words: Sequence[Words]) -> tuple[Words, Words, Words, Words]:
+    """Run ten rounds of Philox4x32 on four words of the counter and two of the key.
+
+    NumPy has a third of torch's cost a call, which is what few numbers take. Both halves of a round are one array.
+    """
+    c0, c1, c2, c3, k0, k1 = words
+    shape = np.broadcast_shapes(*(x.shape for x in words))
+    factor = np.empty((2, *shape), np.uint64)  # the words that are multiplied
+    other = np.empty_like(factor)
+    product = np.empty_like(factor)
+    factor[0], factor[1] = c0, c2
+    other[0], other[1] = c1, c3
+    key = np.stack(np.broadcast_arrays(k0, k1))
+    missing = 1 + len(shape) - key.ndim
+    key = key.reshape(2, *[1] * missing, *key.shape[1:])
+    keys = (key + KEY_STEPS.reshape(ROUNDS, 2, *[1] * len(shape))) & LOW
+    multiplier = MULTIPLIERS.reshape(2, *[1] * len(shape))
+    for number in range(ROUNDS):
+        # A round swaps the halves. Instead, every other round finds them swapped.
+        step = 1 if number % 2 else -1
+        np.multiply(factor, multiplier[::-step], out=product)
+        np.right_shift(product, WORD_BITS, out=factor)
+        np.bitwise_xor(factor, other[::-1], out=factor)
+        np.bitwise_xor(factor, keys[number, ::step], out=factor)
+        np.bitwise_and(product, LOW, out=other)
+    return factor[0], other[0], factor[1], other[1]
 
 
 def uniform_pair(
     seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purpose: int
 ) -> tuple[Tensor, Tensor]:
     """Return two float64 in [0, 1), 53 random bits each, for every element of the broadcast arguments."""
-    counter = (position & LOW, step & LOW, row & LOW, ((row >> 32) & 0xFFFFFF) << 8 | purpose)
-    words = philox(counter, (seed & LOW, (seed >> 32) & LOW))
-    first, second = ((words[0] << 21) | (words[1] >> 11), (words[2] << 21) | (words[3] >> 11))
-    return first.double() * 2.0**-53, second.double() * 2.0**-53
+    arguments = [x.numpy().view(np.uint64) for x in (seed, row, step, position)]
+    first, second = make_numbers(arguments, purpose)
+    return torch.from_numpy(first), torch.from_numpy(second)
+
+
+def make_numbers(arguments: Sequence[Words], purpose: int) -> tuple[Numbers, Numbers]:
+    """Make the numbers of seed, row, step and position, at most MAX_NUMBERS at a time."""
+    shape = np.broadcast_shapes(*(x.shape for x in arguments))
+    axis = next((i for i, size in enumerate(shape) if size > 1), 0)
+    if math.prod(shape) > MAX_NUMBERS:
+        full = [np.broadcast_to(x, shape) if x.ndim < len(shape) else x for x in arguments]
+        parts = [np.array_split(x, 2, axis) if x.shape[axis] > 1 else [x, x] for x in full]
+        halves = [make_numbers(part, purpose) for part in zip(*parts, strict=True)]
+        (a, b), (c, d) = halves
+        return np.concatenate([a, c], axis), np.concatenate([b, d], axis)
+    seed, row, step, position = arguments
+    last = ((row >> WORD_BITS) & ROW_HIGH) << PURPOSE_BITS | np.uint64(purpose)
+    counter = (position & LOW, step & LOW, row & LOW, last)
+    w0, w1, w2, w3 = run_rounds((*counter, seed & LOW, seed >> WORD_BITS))
+    first = ((w0 << SHIFT_HIGH) | (w1 >> SHIFT_LOW)) * 2.0**-53
+    second = ((w2 << SHIFT_HIGH) | (w3 >> SHIFT_LOW)) * 2.0**-53
+    return np.asarray(first), np.asarray(second)
 
 
 @dataclass(frozen=True)
