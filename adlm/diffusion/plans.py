@@ -57,8 +57,8 @@ class Plan:
     def __len__(self) -> int:
         return len(self.t)
 
-    def __getitem__(self, step: int | slice) -> Transition:
-        """Return one step or, with fields of shape (k, 1, 1), k steps."""
+    def __getitem__(self, step: int | slice | Tensor) -> Transition:
+        """Return one step, the steps of a tensor in its shape, or of a slice with fields of shape (k, 1, 1)."""
         columns = (getattr(self, column.name)[step] for column in fields(Transition))
         return Transition(*(x[:, None, None] if isinstance(step, slice) else x for x in columns))
 

@@ -107,6 +107,18 @@ def make_numbers(arguments: Sequence[Words], purpose: int) -> tuple[Numbers, Num
     return np.asarray(first), np.asarray(second)
 
 
+def check_seed(seed: int) -> None:
+    """Raise if a seed does not fit into the generator's key."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
+
+
+def check_row(number: int) -> None:
+    """Raise if a row's number does not fit into the generator's counter."""
+    if not 0 <= number < 2**56:
+        raise ValueError(f"row numbers must be between 0 and 2**56 - 1, got {number}")
+
+
 @dataclass(frozen=True)
 class CounterRng:
     """The random numbers of a batch, made on the host; each row has its own number (and seed, where they differ)."""
@@ -121,12 +133,11 @@ class CounterRng:
     def from_seed(seed: int | Tensor, rows: int | Tensor) -> "CounterRng":
         """Make the generator of `rows`: a count (rows 0, 1, …) or their own numbers, with one seed or one for each."""
         numbers = torch.arange(rows) if isinstance(rows, int) else rows.cpu()
-        if isinstance(seed, int) and not 0 <= seed < 2**63:
-            raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
-        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**56:
-            raise ValueError(
-                f"row numbers must be between 0 and 2**56 - 1, got {numbers.min()} to {numbers.max()}"
-            )
+        if isinstance(seed, int):
+            check_seed(seed)
+        if numbers.numel():
+            check_row(int(numbers.min()))
+            check_row(int(numbers.max()))
         return CounterRng(torch.as_tensor(seed), numbers)
 
     def uniform(self, step: int, length: int, purpose: Purpose) -> Tensor:

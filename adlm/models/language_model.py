@@ -14,6 +14,7 @@ one dim × dim map, so the logits between the stages never exist.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
@@ -26,6 +27,8 @@ from adlm.models.transformer import (
     Layer,
     Norm,
     Rotary,
+    SlotCache,
+    SlotWindow,
     Stack,
     UnpaddedRows,
     causal_mask,
@@ -126,7 +129,7 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-Caches = list[KVCache] | None  # of a causal model, one per layer
+Caches = Sequence[KVCache | SlotCache] | None  # of a causal model, one per layer
 Valid = (
     Tensor | UnpaddedRows | None
 )  # False at padding (B, L), or where the tokens are (`can_unpad`)
@@ -227,7 +230,9 @@ class LanguageModel(nn.Module):
         is_first: bool = False,
     ) -> Tensor:
         """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
-        config, start = self.config, cache[0].used if cache else 0
+        config = self.config
+        window = find_window(cache)
+        start = 0 if window is not None or not cache else cache[0].used  # type: ignore[union-attr]
         length = start + x.shape[1]
         if length > config.length:
             raise ValueError(
@@ -238,23 +243,28 @@ class LanguageModel(nn.Module):
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
         rows = x.shape[0]
-        x, place, mask = arrange_rows(
-            x, slice(start, length), valid, config, is_cached=cache is not None
-        )
+        place: slice | Tensor
+        mask: Valid
+        if window is not None:
+            place, mask = window.position, window.mask
+        else:
+            x, place, mask = arrange_rows(
+                x, slice(start, length), valid, config, is_cached=cache is not None
+            )
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)
             rotary = cos[place], sin[place]
         if is_first:
-            x = self._embed_tokens(x, start)
+            x = self._embed_tokens(x, place)
         x = stack(x, level if config.time_conditioning else None, rotary, mask, cache)
         return scatter_rows(x, valid, rows) if isinstance(valid, UnpaddedRows) else x
 
-    def _embed_tokens(self, tokens: Tensor, start: int) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor, place: slice | Tensor) -> Tensor:
         """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
         x = tokens if tokens.is_floating_point() else self.embed(tokens)
         if self.positions is not None:
-            x = x + self.positions.weight[start : start + tokens.shape[1]]
+            x = x + self.positions.weight[place]
         if self.config.embed_norm:
             x = rms_norm(x)
         is_half = torch.is_autocast_enabled(x.device.type)
@@ -301,6 +311,10 @@ class LanguageModel(nn.Module):
         layers = config.anchor_layers + config.denoiser_layers
         return [KVCache(weight.new_empty(shape)) for _ in range(layers)]
 
+    def new_slot_cache(self, slots: int, length: int) -> list[SlotCache]:
+        """Return empty key-value caches for all layers, anchor network first, whose rows have their own lengths."""
+        return [SlotCache(torch.zeros_like(cache.keys)) for cache in self.new_cache(slots, length)]
+
     def compile_layers(self) -> LanguageModel:
         """Compile each layer in place (they share one graph); embedding, bridge and heads stay eager."""
         for module in self.modules():
@@ -311,6 +325,12 @@ class LanguageModel(nn.Module):
     def fold(self) -> LanguageModel:
         """Return the inference form: bridge product and constant modulations in the matrices, equal up to rounding."""
         return fold_model(self)
+
+
+def find_window(cache: Caches) -> SlotWindow | None:
+    """Return the window of the caches of rows with their own lengths."""
+    first = cache[0] if cache else None
+    return first.window if isinstance(first, SlotCache) else None
 
 
 def compute_log_probs(

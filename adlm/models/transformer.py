@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,8 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the two halves of every head by the position's angles; x is (B, L, heads, head_dim)."""
-    cos, sin = (table[:, None] for table in rotary)
+    """Rotate the two halves of every head of x (B, L, heads, head_dim) by the angles (L, …) or (B, L, …) of positions."""
+    cos, sin = (table.unsqueeze(-2) for table in rotary)
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -211,6 +211,48 @@ class KVCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
+class SlotWindow(NamedTuple):
+    """Where the tokens (n, L) of a call are read in the rows of a `SlotCache`."""
+
+    slots: Tensor | None  # (n,): rows of the cache; None: the first n
+    position: Tensor  # (n, L): of the tokens in their rows
+    mask: Tensor  # (n, 1, L, K): which of the first K positions each token may attend to
+
+    @classmethod
+    def open(cls, slots: Tensor | None, position: Tensor, length: int) -> Self:
+        """Return a window in which each token attends to the positions up to its own, `length` at most."""
+        mask = torch.arange(length, device=position.device) <= position[:, None, :, None]
+        return cls(slots, position, mask)
+
+
+class SlotCache:
+    """One causal layer's keys and values (slots, heads, length, head_dim), in which each row has its own length.
+
+    What is written behind a row's end is overwritten before it is attended to.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self.values = keys, torch.zeros_like(keys)
+        self.window: SlotWindow | None = None  # of the next call
+
+    def grow(self, slots: int, length: int) -> None:
+        """Make room for more rows, or longer ones."""
+        missing = (0, 0, 0, length - self.keys.shape[2], 0, 0, 0, slots - self.keys.shape[0])
+        self.keys, self.values = F.pad(self.keys, missing), F.pad(self.values, missing)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new positions (n, heads, L, head_dim) and return those that they may attend to."""
+        assert self.window is not None, "a slot cache is used within a window"
+        slots, position, mask = self.window
+        count, length = len(position), mask.shape[-1]
+        rows = torch.arange(count, device=k.device) if slots is None else slots
+        self.keys[rows[:, None], :, position] = k.transpose(1, 2)
+        self.values[rows[:, None], :, position] = v.transpose(1, 2)
+        if slots is None:
+            return self.keys[:count, :, :length], self.values[:count, :, :length]
+        return self.keys[slots, :, :length], self.values[slots, :, :length]
+
+
 class Layer(nn.Module):
     """Attention and MLP with residual connections: the DiT block of SEDD and MDLM."""
 
@@ -233,7 +275,7 @@ class Layer(nn.Module):
         rotary: Rotary | None = None,
         cond: Tensor | None = None,
         attend: Tensor | UnpaddedRows | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | SlotCache | None = None,
     ) -> Tensor:
         batch, length, dim = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(self.modulation, cond, 6)
@@ -324,7 +366,7 @@ class Stack(nn.Module):
         noise_level: Tensor | None = None,
         rotary: Rotary | None = None,
         attend: Tensor | UnpaddedRows | None = None,
-        caches: list[KVCache] | None = None,
+        caches: Sequence[KVCache | SlotCache] | None = None,
     ) -> Tensor:
         cond = self.condition_on(noise_level, x.device)
         for i, layer in enumerate(self.layers):

@@ -1,0 +1,351 @@
+"""The network as samplers see it: folded, on its device, in fixed shapes on a GPU, with caches where it is causal."""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adlm.diffusion.sampling import Positions, Row
+from adlm.models.transformer import SlotCache, SlotWindow
+
+ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
+HEAD_ROWS = (
+    64  # positions on a GPU are padded to a multiple of it, so that few shapes of logits exist
+)
+MAX_LOGIT_ROWS = {"cuda": 4096, "cpu": 256, "mps": 256}
+ROW_BUCKETS = (1, 2, 3, 4, 6, 8)  # numbers of rows; above, four between a power of two and the next
+LENGTH_BUCKET = 64  # lengths on a GPU are multiples of it, up to the model's
+WARMUP_RUNS = 3  # before a graph is captured
+
+Inputs = tuple[Tensor | None, ...]
+
+
+def round_rows(rows: int) -> int:
+    """Return the smallest bucket that holds a number of rows."""
+    if rows <= ROW_BUCKETS[-1]:
+        return next(size for size in ROW_BUCKETS if size >= rows)
+    unit = 1 << ((rows - 1).bit_length() - 3)
+    return -(-rows // unit) * unit
+
+
+def round_length(length: int, max_length: int) -> int:
+    """Return the smallest bucket that holds a length."""
+    return min(max_length, -(-length // LENGTH_BUCKET) * LENGTH_BUCKET)
+
+
+class CudaGraph:
+    """A CUDA graph of a function for one set of shapes; the next call overwrites its output."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Inputs, pool: Any) -> None:
+        self.inputs = tuple(None if x is None else x.clone() for x in inputs)
+        for x in self.inputs:
+            if x is not None and x.shape[0] > 1:
+                torch._dynamo.mark_dynamic(x, 0)  # one compilation for every number of rows
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile and warm up outside the capture
+            for _ in range(WARMUP_RUNS):
+                function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.output = function(*self.inputs)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        for static, fresh in zip(self.inputs, inputs, strict=True):
+            if static is not None and fresh is not None:
+                static.copy_(fresh, non_blocking=True)
+        self.graph.replay()
+        return self.output
+
+
+class ModelEvaluator:
+    """A masked model as the sampling loop sees it.
+
+    By default it is in bfloat16 on a GPU. There, calls have few shapes (buckets of rows and lengths), each of which is
+    captured as a CUDA graph; with `is_compiled` the model is compiled before, which takes a while and pays when many
+    texts are sampled. With `fixed_batch` every call has exactly that many rows (more are split, fewer padded) and the
+    head always as many positions, so that even on a GPU, whose kernels round differently at different sizes, a row's
+    text does not depend on its batch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        *,
+        fixed_batch: int | None = None,
+        is_compiled: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        is_cuda = self.device.type == "cuda"
+        check_finite(model)
+        dtype = dtype or (torch.bfloat16 if is_cuda else torch.float32)
+        folded = model.fold() if hasattr(model, "fold") else copy.deepcopy(model).eval()
+        self.model = folded.to(self.device, dtype)
+        config = model.config
+        self.config = config
+        self.mask_id: int | None = None if config.is_causal else config.mask_id
+        self.max_length: int = config.length
+        self.fixed_batch = fixed_batch
+        self.max_logit_rows = MAX_LOGIT_ROWS[self.device.type]
+        if fixed_batch is not None:
+            self.max_logit_rows = HEAD_ROWS
+        self.logits = build_head(self.model.head, config.mask_id, is_cuda=is_cuda)
+        self.run = self._run_model
+        self.has_graphs = is_cuda
+        if is_cuda:
+            self.graphs: dict[tuple[int, ...], CudaGraph] = {}
+            self.pool = torch.cuda.graph_pool_handle()
+            if is_compiled:
+                # Makes tables such as rotary angles before compiling, which would compute them in every layer.
+                self._run_model(
+                    torch.zeros(1, 1, dtype=torch.int64, device=self.device), None, None
+                )
+                self.run = torch.compile(self._run_model)
+
+    def open(self) -> Self:
+        """Return this evaluator: it remembers nothing."""
+        return self
+
+    def features(
+        self,
+        tokens: Tensor,
+        noise_level: Tensor,
+        valid: Tensor | None = None,
+        rows: Sequence[Row] = (),
+        next_position: Positions | None = None,
+    ) -> Tensor:
+        """Return features (n, L or more, dim) of n rows; on a GPU they hold until the next call."""
+        count, length = tokens.shape
+        if self.fixed_batch is not None and count > self.fixed_batch:
+            starts = range(0, count, self.fixed_batch)
+            parts = [slice(start, start + self.fixed_batch) for start in starts]
+            return torch.cat(
+                [
+                    self.features(
+                        tokens[part], noise_level[part], None if valid is None else valid[part]
+                    ).clone()
+                    for part in parts
+                ]
+            )
+        level = self._send(noise_level) if self.config.time_conditioning else None
+        valid = None if valid is None else self._send(valid)
+        size = self.fixed_batch or (round_rows(count) if self.has_graphs else count)
+        width = round_length(length, self.max_length) if self.has_graphs else length
+        if width > length:
+            if valid is None:
+                valid = torch.ones_like(tokens, dtype=torch.bool)
+            tokens = F.pad(tokens, (0, width - length))
+            valid = F.pad(valid, (0, width - length))
+        if size > count:
+            tokens = repeat_last(tokens, size)
+            level = None if level is None else repeat_last(level, size)
+            valid = None if valid is None else repeat_last(valid, size)
+        if not self.has_graphs:
+            return self.run(tokens, level, valid)[:count]
+        shape = (size, width, int(valid is not None))
+        if shape not in self.graphs:
+            self.graphs[shape] = CudaGraph(self.run, (tokens, level, valid), self.pool)
+        return self.graphs[shape]((tokens, level, valid))[:count]
+
+    def logits_at(self, features: Tensor) -> Tensor:
+        """Return logits (N, V) of features (N, dim), on a GPU padded; the mask and the padding are impossible."""
+        missing = -len(features) % HEAD_ROWS if self.device.type == "cuda" else 0
+        if not missing:
+            return self.logits(features)
+        return self.logits(F.pad(features, (0, 0, 0, missing)))[: len(features)]
+
+    def _run_model(self, tokens: Tensor, level: Tensor | None, valid: Tensor | None) -> Tensor:
+        final: Tensor = self.model(tokens, level, valid=valid).final
+        return final
+
+    def _send(self, x: Tensor) -> Tensor:
+        """Copy to the device, to a GPU without waiting."""
+        if self.device.type == "cuda" and not x.is_cuda:
+            return x.pin_memory().to(self.device, non_blocking=True)
+        return x.to(self.device)
+
+
+class CausalEvaluator(ModelEvaluator):
+    """A causal model with key-value caches, in which each row of a running batch has a slot and its own length.
+
+    Rows that have one token to be read are evaluated together, and apart from them rows that have more (prompts). The
+    features of a row are those of its next position; they stand at all positions.
+    """
+
+    def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        self.caches: list[SlotCache] = []
+        self.slots: dict[Row, int] = {}
+        self.read = np.zeros(0, np.int64)  # tokens read by slot
+        self.width = 0  # positions of a slot
+
+    def open(self) -> Self:
+        """Return an evaluator with caches of its own."""
+        opened = copy.copy(self)
+        opened.caches = []
+        opened.slots = {}
+        opened.read = np.zeros(0, np.int64)
+        opened.width = 0
+        return opened
+
+    def features(
+        self,
+        tokens: Tensor,
+        noise_level: Tensor,
+        valid: Tensor | None = None,
+        rows: Sequence[Row] = (),
+        next_position: Positions | None = None,
+    ) -> Tensor:
+        """Return the features (n, L, dim) of the next position of each of n rows, expanded over its positions."""
+        assert next_position is not None
+        slots = self._assign_slots(rows, tokens.shape[1])
+        missing = next_position - self.read[slots]
+        is_next = missing == 1
+        parts = []
+        order = []
+        if is_next.any():
+            order.append(is_next.nonzero()[0])
+            parts.append(self._read_next(tokens, slots[is_next], order[-1]))
+        if not is_next.all():
+            prompts = (~is_next).nonzero()[0]
+            # Rows of a fixed batch are read alone: their shapes must not depend on each other.
+            groups = prompts[:, None] if self.fixed_batch else [prompts]
+            for members in groups:
+                order.append(members)
+                parts.append(self._read_prompts(tokens, slots[members], members, missing[members]))
+        self.read[slots] = next_position
+        place = self._send(torch.from_numpy(np.argsort(np.concatenate(order))))
+        features = torch.cat(parts)[place]
+        return features[:, None].expand(-1, tokens.shape[1], -1)
+
+    def _assign_slots(self, rows: Sequence[Row], width: int) -> Positions:
+        """Return the slot of each row; rows that are not there any more have lost theirs."""
+        self.slots = {row: self.slots[row] for row in rows if row in self.slots}
+        taken = set(self.slots.values())
+        free = (slot for slot in itertools.count() if slot not in taken)
+        joining = [row for row in rows if row not in self.slots]
+        self.slots |= zip(joining, free, strict=False)
+        count = 1 + max(self.slots.values())
+        unit = self.fixed_batch or 1
+        count = -(-count // unit) * unit
+        width = self.max_length if self.fixed_batch else max(width, self.width)
+        if count > len(self.read) or width > self.width:
+            self._grow(max(count, len(self.read)), width)
+        self.read[[self.slots[row] for row in joining]] = 0
+        return np.array([self.slots[row] for row in rows], np.int64)
+
+    def _grow(self, count: int, width: int) -> None:
+        """Make room for more slots, or longer ones."""
+        if self.caches:
+            for cache in self.caches:
+                cache.grow(count, width)
+        else:
+            self.caches = self.model.new_slot_cache(count, width)
+        self.read = np.pad(self.read, (0, count - len(self.read)))
+        self.width = width
+
+    def _read_next(self, tokens: Tensor, slots: Positions, members: Positions) -> Tensor:
+        """Read one token in each of these slots; the slots between them are computed too and keep what they have."""
+        count = 1 + int(slots.max())
+        count += -count % (self.fixed_batch or 1)
+        position = np.minimum(self.read[:count], self.width - 1)
+        row = np.zeros(count, np.int64)
+        row[slots] = members
+        index = self._send(
+            torch.from_numpy(np.stack([row, np.minimum(position, tokens.shape[1] - 1)]))
+        )
+        x = tokens[index[0], index[1]][:, None]
+        length = self.width if self.fixed_batch else 1 + int(position[slots].max())
+        place = self._send(torch.from_numpy(position))[:, None]
+        features = []
+        for start in range(0, count, self.fixed_batch or count):
+            part = slice(start, start + (self.fixed_batch or count))
+            own = None
+            if start:
+                own = torch.arange(start, part.stop, device=self.device)
+            features.append(self._run_window(x[part], own, place[part], length)[:, -1])
+        return torch.cat(features)[self._send(torch.from_numpy(slots))]
+
+    def _read_prompts(
+        self, tokens: Tensor, slots: Positions, members: Positions, counts: Positions
+    ) -> Tensor:
+        """Read all that is missing in these slots, at most `counts` (n,) tokens."""
+        size = int(counts.max())
+        if self.fixed_batch:
+            size = round_length(size, self.max_length)
+        place = np.minimum(self.read[slots][:, None] + np.arange(size), self.width - 1)
+        where = self._send(torch.from_numpy(place))
+        row = self._send(torch.from_numpy(members))[:, None]
+        x = tokens[row, where.clamp(max=tokens.shape[1] - 1)]
+        length = self.width if self.fixed_batch else 1 + int(place.max())
+        own = self._send(torch.from_numpy(slots))
+        features = self._run_window(x, own, where, length)
+        last = self._send(torch.from_numpy(counts - 1))
+        return features[torch.arange(len(features), device=self.device), last]
+
+    def _run_window(
+        self, tokens: Tensor, slots: Tensor | None, position: Tensor, length: int
+    ) -> Tensor:
+        window = SlotWindow.open(slots, position, length)
+        for cache in self.caches:
+            cache.window = window
+        final: Tensor = self.model(tokens, cache=self.caches).final
+        return final
+
+
+def build_evaluator(
+    model: Any,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    fixed_batch: int | None = None,
+    is_compiled: bool = False,
+) -> ModelEvaluator:
+    """Prepare a model for sampling: make it once, use it for many calls."""
+    kind = CausalEvaluator if model.config.is_causal else ModelEvaluator
+    return kind(model, device, dtype, fixed_batch=fixed_batch, is_compiled=is_compiled)
+
+
+def repeat_last(x: Tensor, size: int) -> Tensor:
+    """Repeat the last row until there are as many as `size`."""
+    return torch.cat([x, x[-1:].expand(size - len(x), *x.shape[1:])])
+
+
+def build_head(
+    head: Callable[[Tensor], Tensor], mask_id: int | None, *, is_cuda: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return a head whose logits rule the mask out; a linear one is padded on a GPU."""
+    if not isinstance(head, nn.Linear):
+
+        def apply(features: Tensor) -> Tensor:
+            logits = head(features)
+            if mask_id is not None:
+                logits[..., mask_id] = -torch.inf
+            return logits
+
+        return apply
+    bias = torch.zeros_like(head.weight[:, 0]) if head.bias is None else head.bias.clone()
+    if mask_id is not None:
+        bias[mask_id] = -torch.inf
+    missing = -len(bias) % ALIGN if is_cuda else 0
+    weight = F.pad(head.weight, (0, 0, 0, missing))
+    bias = F.pad(bias, (0, missing), value=-torch.inf)
+    return lambda features: F.linear(features, weight, bias)
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise if a parameter is not finite."""
+    broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    if broken:
+        problem = f"{len(broken)} parameters are not finite, for example {broken[0]}"
+        raise ValueError(
+            f"{problem}: training of this model has diverged; use an earlier checkpoint"
+        )
