@@ -36,7 +36,7 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the two halves of every head of x (B, L, heads, head_dim) by the angles (L, …) or (B, L, …) of positions."""
+    """Rotate the two halves of every head of x (B, L, heads, head_dim) by angles (L, …) or (B, L, …)."""
     cos, sin = (table.unsqueeze(-2) for table in rotary)
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
