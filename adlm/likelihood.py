@@ -6,7 +6,8 @@ random order it is a bound, whose expectation without time conditioning is the N
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -18,21 +19,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, TensorRows, is_valid
 from adlm.diffusion import orders
-from adlm.diffusion.masking import (
-    ForwardProcess,
-    NoisyBatch,
-    collect_batch,
-    corrupt,
-    select,
-    shift_tokens,
+from adlm.diffusion.features import (
+    FeatureModel,
+    compute_features,
+    compute_logits,
+    find_device,
+    reads_time,
 )
-from adlm.diffusion.objectives import Loss, training_loss
+from adlm.diffusion.objectives import Objective, ScoredRows, default_objective
 from adlm.diffusion.plans import EPS
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.diffusion.schedules import LogLinear, NoiseSchedule, noise_level
+from adlm.diffusion.schedules import LogLinear, noise_level
 from adlm.diffusion.selected import MAX_LOGIT_ROWS
 from adlm.errors import check_known
-from adlm.models.language_model import LanguageModel
+from adlm.models.network import fold_network
 
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
 MAX_ENUMERATED = 6  # scored tokens of which all sets are hidden in turn: at most 63 evaluations
@@ -41,6 +41,9 @@ SCORES = {"confidence": orders.confidence(1).score, "margin": orders.margin(1).s
 SCORES |= {"entropy": orders.entropy_bounded().score}  # of logits; the highest is revealed next
 ORDERS = (LEFT_TO_RIGHT, *SCORES, RANDOM)
 MAX_TIE = 1e-6  # scores that are no further apart are equal
+
+# Calls a function with the network, for example within the module that shards its weights.
+Evaluate = Callable[[Callable[[FeatureModel], Tensor]], Tensor]
 
 
 class Ranks(Protocol):
@@ -62,6 +65,8 @@ class NllEstimate:
     tokens: int
     noise_stderr: float | None = None  # from the noise alone; None: one draw does not show it
     draws: int = 1
+    missing: float = 0.0  # the share of log(V - 1) that the bound lacks for a uniform prediction
+    note: str = ""  # what a reader must know about the bound
     # Sums of each row: two models on the same rows and noise can be paired.
     row_nats: Tensor = field(default_factory=lambda: torch.zeros(0), compare=False, repr=False)
     row_tokens: Tensor = field(default_factory=lambda: torch.zeros(0), compare=False, repr=False)
@@ -236,71 +241,85 @@ def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> 
 
 @torch.no_grad()
 def estimate_nll(
-    model: LanguageModel,
+    model: FeatureModel,
     rows: Tensor | RowDataset,
+    objective: Objective | None = None,
     *,
     batch: int = 32,
     draws: int = 1,
     seed: int = 0,
-    schedule: NoiseSchedule | None = None,
-    steps: int | None = None,
-    score_entropy: bool = False,
-    attend_padding: bool = False,
     given_tokens: Sequence[int] = (),
     documents: Tensor | None = None,
     max_rows: int | None = None,
-    loss_fn: Callable[[NoisyBatch], Loss] | None = None,
+    evaluate: Evaluate | None = None,
     ranks: Ranks | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> NllEstimate:
-    """Estimate the NELBO of rows (n, L), Eq. 4 without an anchor term, with `draws` noises each; exact if causal.
+    """Estimate the bound of an objective on rows (n, L), with `draws` noises each; exact if it is causal.
 
-    Continuous time, or with `steps` the bound of a process with that many steps. `given_tokens` are visible wherever
-    they occur and not counted. The standard error is over the documents (n,) in which rows begin, else over rows.
-    `ranks` share the rows; a sharded model is called through `loss_fn`, equally often by each. A row's noise follows
-    from (seed, its number, the draw), its times are those of `draw_position`.
+    The objective is by default the paper's: the NELBO of continuous time (Eq. 4 without an anchor term), or next
+    tokens. `given_tokens` are visible wherever they occur and not counted. The standard error is over the documents
+    (n,) in which rows begin, else over rows. `ranks` share the rows; a sharded model is called through `evaluate`,
+    equally often by each. A row's noise follows from (seed, its number, the draw), its times from `draw_position`.
     """
-    config, device, was_training = model.config, model.embed.weight.device, model.training
-    draws = 1 if config.is_causal else draws
-    process = ForwardProcess(
-        config.mask_id, schedule or LogLinear(), attend_padding=attend_padding, steps=steps
-    )
+    objective = objective or default_objective(model)
+    draws = 1 if objective.is_causal else draws
 
     def compute_nats(each: RowBatch, draw: int, count: int) -> Tensor:
         # Where every token is given nothing counts, but all ranks must call a sharded model.
         has_counted = bool(each.is_counted.any())
-        is_given = each.is_given if has_counted else None
-        if config.is_causal:
-            noisy = shift_tokens(each.x0, valid=each.valid if is_given is None else each.is_counted)
-        else:
-            rng, at = (
-                CounterRng.from_seed(seed, each.row),
-                draw_position(each.row, count, draw, draws, seed),
-            )
-            masks = {"valid": each.valid, "is_fixed": is_given}
-            noisy = corrupt(each.x0, process, rng, draw, index=at, total=count, **masks)
-        noisy = noisy.to(device)
-        loss = (
-            loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
+        scored = ScoredRows(
+            each.x0,
+            each.row,
+            draw_position(each.row, count, draw, draws, seed),
+            total=count,
+            draw=draw,
+            valid=each.valid,
+            is_given=each.is_given if has_counted else None,
         )
-        return loss.row_nll.cpu().double() * has_counted
+        return compute_row_nats(model, scored, objective, seed, evaluate) * has_counted
 
+    with eval_mode(model):
+        estimate = _estimate(
+            rows,
+            compute_nats,
+            draws=draws,
+            is_exact=objective.is_causal,
+            batch=batch,
+            given_tokens=given_tokens,
+            documents=documents,
+            ranks=ranks,
+            on_rows=on_rows,
+            max_rows=max_rows,
+            skip_first=objective.is_causal,
+            times_seed=seed,
+        )
+    return replace(estimate, missing=objective.missing, note=objective.note)
+
+
+def compute_row_nats(
+    model: FeatureModel,
+    rows: ScoredRows,
+    objective: Objective,
+    seed: int,
+    evaluate: Evaluate | None = None,
+) -> Tensor:
+    """Return each row's nats (n,) under one draw of noise, in float64 on the host: every bound is computed here."""
+
+    def run(model: FeatureModel) -> Tensor:
+        return objective.row_nats(model, rows, seed)
+
+    nats = run(model) if evaluate is None else evaluate(run)
+    return nats.cpu().double()
+
+
+@contextmanager
+def eval_mode(model: FeatureModel) -> Iterator[None]:
+    """A context in which the network has no dropout."""
+    was_training = model.training
     model.eval()
     try:
-        options: dict[str, Any] = {
-            "draws": draws,
-            "batch": batch,
-            "given_tokens": given_tokens,
-            "documents": documents,
-        }
-        options |= {
-            "is_exact": config.is_causal,
-            "skip_first": config.is_causal,
-            "times_seed": seed,
-        }
-        return _estimate(
-            rows, compute_nats, ranks=ranks, on_rows=on_rows, max_rows=max_rows, **options
-        )
+        yield
     finally:
         model.train(was_training)
 
@@ -345,29 +364,27 @@ def stratified_stderr(values: Tensor) -> float:
 
 @torch.no_grad()
 def estimate_token_nats(
-    model: LanguageModel,
+    model: FeatureModel,
     rows: Sequence[Sequence[int]],
     is_scored: Sequence[Sequence[bool]],
+    objective: Objective,
     *,
     draws: int,
     seed: int,
     batch: int,
-    score_entropy: bool = False,
 ) -> TokenNats:
-    """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one the NELBO."""
-    config, device, process = (
-        model.config,
-        model.embed.weight.device,
-        ForwardProcess(model.config.mask_id),
-    )
+    """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one a bound."""
+    is_causal = objective.is_causal
+    # A network that reads the time has no sets: their nats would depend on it.
+    has_sets = objective.takes_hidden_sets and not reads_time(model)
     places = [torch.tensor(each).nonzero()[:, 0] for each in is_scored]
     token_counts = torch.tensor([len(each) for each in places], dtype=torch.int64)
     sets = dict[
         int, tuple[Tensor, Tensor]
     ]()  # by the number of scored tokens: hidden tokens, and weights
-    if not config.is_causal and not config.time_conditioning:
+    if has_sets:
         sets = {n: choose_hidden_sets(n, draws, seed) for n in set(token_counts.tolist()) - {0}}
-    one = 1 if config.is_causal else draws
+    one = 1 if is_causal else draws
     counts = token_counts.new_tensor(
         [len(sets[n][1]) if n in sets else one * (n > 0) for n in token_counts.tolist()]
     )
@@ -381,28 +398,21 @@ def estimate_token_nats(
             for each in (rows, is_scored)
         )
         valid = is_valid(torch.tensor([len(rows[i]) for i in mine]), x0.shape[1])
-        ones = torch.ones(len(mine))
-        if config.is_causal:
-            noisy = replace(shift_tokens(x0, valid=valid), hidden=select(scored[:, 1:], ones))
-        elif config.time_conditioning:
-            rng = CounterRng.from_seed(seed, now)
-            noisy = corrupt(
-                x0, process, rng, 0, index=now, total=draws, valid=valid, is_fixed=~scored
-            )
-        else:
-            assert config.mask_id is not None
-            is_hidden = torch.zeros_like(scored)
+        is_hidden = torch.zeros_like(scored) if has_sets else None
+        if is_hidden is not None:
             for each, i, number in zip(is_hidden, mine, now.tolist(), strict=True):
                 each[places[i]] = sets[len(places[i])][0][number]
-            xt = x0.masked_fill(is_hidden, config.mask_id)
-            noisy = collect_batch(
-                x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored
-            )
-        values[part] = (
-            training_loss(model, noisy.to(device), score_entropy=score_entropy)
-            .row_nll.cpu()
-            .double()
+        part_rows = ScoredRows(
+            x0,
+            now,
+            now,
+            total=one,
+            valid=valid,
+            is_given=~scored,
+            is_hidden=is_hidden,
+            is_padded_batch=True,
         )
+        values[part] = compute_row_nats(model, part_rows, objective, seed)
     nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
     for number, (each, n) in enumerate(
         zip(values.split(counts.tolist()), token_counts.tolist(), strict=True)
@@ -413,9 +423,9 @@ def estimate_token_nats(
             errors[number] = 0.0 if n <= MAX_ENUMERATED else stratified_stderr(weighted)
         elif n > 0:
             nats[number] = each.mean()
-            errors[number] = 0.0 if config.is_causal else each.std() / math.sqrt(draws)
-    is_one = (token_counts <= 1) & (not config.time_conditioning and not score_entropy)
-    return TokenNats(nats, errors, is_one | config.is_causal)
+            errors[number] = 0.0 if is_causal else each.std() / math.sqrt(draws)
+    is_one = (token_counts <= 1) & (has_sets and objective.is_exact_of_one)
+    return TokenNats(nats, errors, is_one | is_causal)
 
 
 def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> float:
@@ -426,7 +436,7 @@ def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> 
 
 @torch.no_grad()
 def estimate_order_nll(
-    model: LanguageModel,
+    model: FeatureModel,
     rows: Tensor | RowDataset,
     order: str,
     *,
@@ -446,11 +456,13 @@ def estimate_order_nll(
         )
     check_known("order", order, ORDERS)
     score, is_random = SCORES.get(order), order == RANDOM
-    if score is not None and model.embed.weight.device.type == "mps":
+    if score is not None and find_device(model).type == "mps":
         raise ValueError(
             f"order {order!r} is scored in float64, which mps does not have: use device=cpu"
         )
-    folded = model.fold() if score is None else model.fold().double()
+    folded = fold_network(model)
+    if score is not None:
+        folded = folded.to(torch.float64)
     draws = draws if is_random else 1
 
     def compute_nats(each: RowBatch, draw: int, _: int) -> Tensor:
@@ -463,19 +475,11 @@ def estimate_order_nll(
     return _estimate(rows, compute_nats, draws=draws, is_exact=not is_random, **options)
 
 
-def compute_logits(model: LanguageModel, features: Tensor) -> Tensor:
-    """Return logits (…, V) in which the mask, which is no token of a text, is impossible."""
-    logits: Tensor = model.head(features)
-    if model.config.mask_id is not None:
-        logits[..., model.config.mask_id] = -torch.inf
-    return logits
-
-
 def _nats_in_order(
-    model: LanguageModel, rows: RowBatch, scores: Tensor, score: Callable[[Tensor], Tensor] | None
+    model: FeatureModel, rows: RowBatch, scores: Tensor, score: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     """Nats of rows (n,) by revealing in each the hidden token with the highest of `scores` (n, L), one by one."""
-    device, mask_id = model.embed.weight.device, model.config.mask_id
+    device, mask_id = find_device(model), model.config.mask_id
     assert mask_id is not None
     is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
     while bool(is_hidden.any()):
@@ -484,9 +488,8 @@ def _nats_in_order(
         share = here.sum(1) / rows.is_counted[active].sum(1).clamp(min=1)
         level = noise_level(LogLinear(EPS), share.double())
         valid = None if rows.valid is None else rows.valid[active].to(device)
-        features = model(
-            torch.where(here, mask_id, x0).to(device), level.to(device), valid=valid
-        ).final
+        xt = torch.where(here, mask_id, x0).to(device)
+        features = compute_features(model, xt, level.to(device), valid=valid).final
         if score is not None:
             parts = features[here.to(device)].split(MAX_LOGIT_ROWS[device.type])
             scored = torch.cat([score(compute_logits(model, part)) for part in parts]).cpu()

@@ -3,8 +3,9 @@
 from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.denoising import Frame, denoise, reverse_step
+from adlm.diffusion.features import FeatureModel, Features
 from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt, shift_tokens
-from adlm.diffusion.objectives import FeatureModel, Loss, diffusion_loss, training_loss
+from adlm.diffusion.objectives import Loss, Objective, diffusion_loss, training_loss
 from adlm.diffusion.orders import Order, confidence, entropy_bounded, first_hitting, margin
 
 from adlm.diffusion.plans import (  # isort: skip
@@ -21,8 +22,9 @@ from adlm.diffusion.schedules import (
 )
 
 __all__ = [
-    "AnchorRule", "Cosine", "CosineSquared", "CounterRng", "FeatureModel", "ForwardProcess", "Frame", "Geometric",
-    "Linear", "LogLinear", "Loss", "NoiseSchedule", "NoisyBatch", "Order", "Plan", "SamplingParams", "Transition",
+    "AnchorRule", "Cosine", "CosineSquared", "CounterRng", "FeatureModel", "Features", "ForwardProcess", "Frame",
+    "Geometric", "Linear", "LogLinear", "Loss", "NoiseSchedule", "NoisyBatch", "Objective", "Order", "Plan",
+    "SamplingParams", "Transition",
     "ancestral", "confidence", "corrupt", "ddpm", "denoise", "dfm", "diffusion_loss", "entropy_bounded",
     "first_hitting", "forward_backward", "margin", "rare_in_sequence", "remask_cap", "remask_conf", "remask_loop",
     "remask_rescale", "reverse_step", "shift_tokens", "training_loss",

@@ -1,5 +1,6 @@
 """The forward process q(xt | x0): every token is hidden with probability 1 - alpha(t), independently."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion import schedules
-from adlm.diffusion.anchors import AnchorRule, apply_scope
+from adlm.diffusion.anchors import AnchorRule, anchor_weight, apply_scope
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule
 
@@ -76,6 +77,7 @@ class NoisyBatch:
     density: Tensor | None = (
         None  # (B,): of t, relative to uniform times; the weights are divided by it
     )
+    anchor_weight: float | None = None  # gamma, in the loss of training; None: no anchor term
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the batch to another device without waiting: to a GPU through page-locked memory."""
@@ -113,6 +115,19 @@ class ForwardProcess:
     )
     time_std: float | None = None  # of times around 1/2; None: uniform times
     multiple: int = 1  # what the sizes of selections are rounded up to: GPUs like round sizes
+    anchor_weight: float = 3e-3  # the peak of gamma, the weight of the anchor term
+    ramp_steps: int | None = None  # gamma is at most step / ramp_steps; None: always at its peak
+    arrange_valid: Callable[[Tensor], Any] | None = (
+        None  # what the network takes instead of `valid`
+    )
+
+    def find_anchor_weight(self, step: int) -> float | None:
+        """Return gamma at a step of training; None where there are no anchors."""
+        if self.anchor_rule is None:
+            return None
+        if self.ramp_steps is None:
+            return self.anchor_weight
+        return anchor_weight(step, self.ramp_steps, self.anchor_weight)
 
 
 def corrupt(

@@ -1,23 +1,62 @@
-"""The losses: NELBO, ANELBO, next-token cross-entropy and score entropy of features, heads and a batch."""
+"""Objectives: how a batch is corrupted, its loss in training, and the bound by which text is scored.
+
+The losses below them (NELBO, ANELBO, next-token cross-entropy and score entropy) are functions of features, heads and a
+batch.
+"""
 
 import math
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from adlm.diffusion.masking import NoisyBatch, Selection
-from adlm.diffusion.selected import SelectedLoss, selected_loss
+from adlm.diffusion.features import FeatureModel, compute_features, find_anchor_head, find_device
+from adlm.diffusion.masking import (
+    ForwardProcess,
+    NoisyBatch,
+    Selection,
+    collect_batch,
+    corrupt,
+    shift_tokens,
+)
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import LogLinear, NoiseSchedule, missing_share
+from adlm.diffusion.selected import Head, SelectedLoss, selected_loss
+from adlm.registry import Registry
+
+MAX_MISSING = 0.01  # of alpha(0) - alpha(1); a bound of a schedule that lacks more is log-linear
 
 
-class FeatureModel(Protocol):
-    """Any model that maps tokens to features (.anchor or None, .final) and has a linear head for each stage."""
+class TrainingRows(Protocol):
+    """The rows of a training batch; `adlm.data.batches.Batch` is one."""
 
-    config: Any  # with is_causal and mask_id
-    head: nn.Linear
-    anchor_head: nn.Linear | None
+    @property
+    def tokens(self) -> Tensor: ...  # (n, L)
+    @property
+    def number(self) -> Tensor: ...  # (n,): row numbers, which key the noise
+    @property
+    def place(self) -> Tensor: ...  # (n,): positions in the global batch
+    @property
+    def total(self) -> int: ...  # rows of the global batch
+    def valid(self) -> Tensor | None: ...  # (n, L), False at padding
 
-    def __call__(self, tokens: Tensor, noise_level: Tensor, *, valid: Any) -> Any: ...
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Rows whose bound is evaluated under one noise each, which follows from a seed, their numbers and the draw."""
+
+    x0: Tensor  # (n, L)
+    number: Tensor  # (n,)
+    place: Tensor  # (n,): their times among `total` strata of the unit interval
+    total: int
+    draw: int = 0
+    valid: Tensor | None = None  # (n, L), False at padding
+    is_given: Tensor | None = None  # (n, L): always visible, and not counted
+    is_hidden: Tensor | None = None  # (n, L): these tokens are hidden, with weight 1; None: drawn
+    is_padded_batch: bool = False  # padding is not the rows' own, and never read
 
 
 class Loss(NamedTuple):
@@ -42,44 +81,250 @@ class Loss(NamedTuple):
         return self
 
 
+class Objective:
+    """What a network is trained for. One of your own derives from this class, or from one of those below; a recipe
+    makes it of a `ForwardProcess`, which holds the recipe's section `objective`.
+
+    `loss` may run the network several times. `row_nats` must be a bound on -log p(x0), or be exact: perplexities are
+    computed from nothing else.
+    """
+
+    name: ClassVar[str]  # in recipes and in a model's config.json; `module:object` of your own
+    is_causal: ClassVar[bool] = False  # every next token is predicted, and row_nats is exact
+    takes_hidden_sets: ClassVar[bool] = False  # row_nats reads ScoredRows.is_hidden
+    is_exact_of_one: ClassVar[bool] = False  # and of one hidden token it is the likelihood itself
+    # Modules of the loss, which are trained and checkpointed with the model.
+    modules: Mapping[str, nn.Module] = MappingProxyType({})
+
+    @property
+    def missing(self) -> float:
+        """The share of log(V - 1) that the bound lacks for a network that predicts uniformly."""
+        return 0.0
+
+    @property
+    def note(self) -> str:
+        """What a reader of the bound must know about it; nothing by default."""
+        return ""
+
+    def corrupt(self, batch: Any, seed: int, step: int) -> NoisyBatch:
+        """Make the network's input and targets of TrainingRows at a step of training."""
+        raise NotImplementedError(f"{type(self).__name__} has no corrupt(batch, seed, step)")
+
+    def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the loss of a batch of `corrupt`, without a check: the device is not waited for."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss(model, batch)")
+
+    def row_nats(self, model: FeatureModel, rows: ScoredRows, seed: int) -> Tensor:
+        """Return each row's nats (n,) under one draw of noise, summed over its counted tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has no row_nats(model, rows, seed)")
+
+
+@dataclass(frozen=True)
+class MaskedDiffusion(Objective):
+    """The paper's: hidden tokens are restored (NELBO), with an anchor rule under the ANELBO."""
+
+    process: ForwardProcess
+    name: ClassVar[str] = "masked"
+    takes_hidden_sets: ClassVar[bool] = True
+    is_exact_of_one: ClassVar[bool] = True
+
+    @property
+    def missing(self) -> float:
+        """What the schedule of the bound leaves out: 1 - (alpha(0) - alpha(1))."""
+        return missing_share(bound_schedule(self.process))
+
+    @property
+    def note(self) -> str:
+        """Where the schedule of training cannot give the bound, and another one was taken."""
+        share = missing_share(self.process.schedule)
+        if share <= MAX_MISSING:
+            return ""
+        return f"evaluated log-linearly, because the schedule of training lacks {share:.0%}"
+
+    def corrupt(self, batch: TrainingRows, seed: int, step: int) -> NoisyBatch:
+        """Hide tokens at stratified times."""
+        rng = CounterRng.from_seed(seed, batch.number)
+        noisy = corrupt(
+            batch.tokens,
+            self.process,
+            rng,
+            step,
+            index=batch.place,
+            total=batch.total,
+            valid=batch.valid(),
+        )
+        return finish_batch(noisy, self.process, step, noisy.valid)
+
+    def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the NELBO or the ANELBO."""
+        return training_loss(model, batch, anchor_weight=batch.anchor_weight, check=False)
+
+    def row_nats(self, model: FeatureModel, rows: ScoredRows, seed: int) -> Tensor:
+        """Return each row's NELBO without an anchor term (Eq. 4)."""
+        return self.bound(model, self.hide(rows, seed).to(find_device(model))).row_nll
+
+    def bound(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the loss whose expectation is the bound: the NELBO."""
+        return training_loss(model, batch, check=False)
+
+    def hide(self, rows: ScoredRows, seed: int) -> NoisyBatch:
+        """Run the forward process of the bound on rows that are scored."""
+        process = bound_process(self.process)
+        if rows.is_padded_batch:
+            process = replace(process, attend_padding=False)
+        if rows.is_hidden is None:
+            return corrupt(
+                rows.x0,
+                process,
+                CounterRng.from_seed(seed, rows.number),
+                rows.draw,
+                index=rows.place,
+                total=rows.total,
+                valid=rows.valid,
+                is_fixed=rows.is_given,
+            )
+        assert process.mask_id is not None
+        xt = rows.x0.masked_fill(rows.is_hidden, process.mask_id)
+        ones = torch.ones(len(xt))
+        return collect_batch(
+            rows.x0, xt, ones, ones, 0 * ones, process, valid=rows.valid, is_fixed=rows.is_given
+        )
+
+
+@dataclass(frozen=True)
+class ScoreEntropy(MaskedDiffusion):
+    """SEDD's: the absorbing score entropy, which is at least the NELBO."""
+
+    name: ClassVar[str] = "score_entropy"
+    is_exact_of_one: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.process.anchor_rule is not None:
+            raise ValueError("score entropy has no anchor term: leave anchor_rule out")
+
+    def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the score entropy."""
+        return self.bound(model, batch)
+
+    def bound(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the score entropy, the bound that SEDD reports."""
+        features = compute_features(model, batch.xt, batch.noise_level, valid=batch.valid)
+        return score_entropy_loss(
+            features.final,
+            model.head,
+            batch,
+            mask_id=model.config.mask_id,
+            vocab_size=model.config.vocab_size,
+            check=False,
+        )
+
+
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """AR's: every token is predicted from those before it, with an anchor rule A2R's anchors too."""
+
+    process: ForwardProcess
+    name: ClassVar[str] = "causal"
+    is_causal: ClassVar[bool] = True
+
+    def corrupt(self, batch: TrainingRows, seed: int, step: int) -> NoisyBatch:
+        """Make every next token a target; nothing is random."""
+        process, valid = self.process, batch.valid()
+        noisy = shift_tokens(
+            batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple
+        )
+        inputs = None if valid is None else valid[:, 1:]  # of the tokens that have a next one
+        return finish_batch(noisy, process, step, inputs)
+
+    def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the cross-entropy of the next tokens, with anchors A2R's."""
+        return training_loss(model, batch, anchor_weight=batch.anchor_weight, check=False)
+
+    def row_nats(self, model: FeatureModel, rows: ScoredRows, seed: int) -> Tensor:
+        """Return each row's exact nats; the first token is given."""
+        counted = rows.valid
+        if rows.is_given is not None:
+            counted = ~rows.is_given if counted is None else counted & ~rows.is_given
+        noisy = shift_tokens(rows.x0, valid=counted).to(find_device(model))
+        return training_loss(model, noisy, check=False).row_nll
+
+
+OBJECTIVES: Registry[Callable[[ForwardProcess], Objective]] = Registry(
+    "objective",
+    {"masked": MaskedDiffusion, "causal": NextToken, "score_entropy": ScoreEntropy},
+)
+
+
+def default_objective(model: FeatureModel) -> Objective:
+    """Return the paper's objective for a network that names none: next tokens, or hidden ones."""
+    process = ForwardProcess(model.config.mask_id)
+    return NextToken(process) if model.config.is_causal else MaskedDiffusion(process)
+
+
+def finish_batch(
+    noisy: NoisyBatch, process: ForwardProcess, step: int, valid: Tensor | None
+) -> NoisyBatch:
+    """Add gamma to a batch of training, and arrange what is `valid` of its inputs as the network takes it."""
+    noisy = replace(noisy, anchor_weight=process.find_anchor_weight(step))
+    if process.arrange_valid is None or valid is None:
+        return noisy
+    return replace(noisy, valid=process.arrange_valid(valid))
+
+
+def bound_process(process: ForwardProcess) -> ForwardProcess:
+    """Return the forward process under which text is scored: that of training, with uniform times and no anchors.
+
+    The bound of continuous time does not depend on the schedule, if it ends where nothing is visible. One that lacks
+    more than MAX_MISSING would be no bound, and is replaced by the log-linear one.
+    """
+    return replace(
+        process,
+        schedule=bound_schedule(process),
+        anchor_rule=None,
+        time_std=None,
+        multiple=1,
+        arrange_valid=None,
+    )
+
+
+def bound_schedule(process: ForwardProcess) -> NoiseSchedule:
+    """Return the schedule under which text is scored."""
+    return LogLinear() if missing_share(process.schedule) > MAX_MISSING else process.schedule
+
+
 def training_loss(
     model: FeatureModel,
     batch: NoisyBatch,
     *,
     anchor_weight: float | Tensor | None = None,
-    score_entropy: bool = False,
     check: bool = True,
 ) -> Loss:
     """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones)."""
-    mask_id = model.config.mask_id
     if batch.is_causal != model.config.is_causal:
         raise ValueError(
             "a masked model learns from batches of `corrupt`, a causal one from batches of `shift_tokens`"
         )
-    if score_entropy and anchor_weight is not None:
-        raise ValueError("score entropy has no anchor term: leave anchor_weight out")
-    features = model(batch.xt, batch.noise_level, valid=batch.valid)
-    if score_entropy:
-        assert mask_id is not None
-        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
-    anchors = {
-        "anchor": features.anchor,
-        "anchor_head": model.anchor_head,
-        "anchor_weight": anchor_weight,
-    }
+    features = compute_features(model, batch.xt, batch.noise_level, valid=batch.valid)
     return diffusion_loss(
-        features.final, model.head, batch, mask_id=mask_id, check=check, **anchors
+        features.final,
+        model.head,
+        batch,
+        mask_id=model.config.mask_id,
+        anchor=features.anchor,
+        anchor_head=find_anchor_head(model),
+        anchor_weight=anchor_weight,
+        check=check,
     )
 
 
 def diffusion_loss(
     final: Tensor,
-    head: nn.Linear,
+    head: Head,
     batch: NoisyBatch,
     *,
     mask_id: int | None,
     anchor: Tensor | None = None,
-    anchor_head: nn.Linear | None = None,
+    anchor_head: Head | None = None,
     anchor_weight: float | Tensor | None = None,
     offset: float | None = None,
     check: bool = True,
@@ -112,14 +357,20 @@ def diffusion_loss(
 
 
 def score_entropy_loss(
-    final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, check: bool = True
+    final: Tensor,
+    head: Head,
+    batch: NoisyBatch,
+    *,
+    mask_id: int,
+    vocab_size: int,
+    check: bool = True,
 ) -> Loss:
     """Compute SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score · (e^noise_level - 1).
 
     Its weighted form collapses to w(t) [ exp(lse - c) - z_x + c - 1 ] with c = log(V - 1): the NELBO's
     cross-entropy plus a penalty that holds the logits' mass at V - 1, where the two are equal.
     """
-    offset = math.log(head.weight.shape[0] - 1)
+    offset = math.log(vocab_size - 1)
     return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, check=check)
 
 
@@ -131,7 +382,7 @@ def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -
 
 
 def _mean_loss(
-    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, **options: Any
+    features: Tensor, head: Head, batch: NoisyBatch, where: Selection, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean over the batch's tokens of a head's loss at a selection, as it is optimized (weights not
     divided by the density of t) and as the NELBO has it, and the latter's sum over each row (detached)."""

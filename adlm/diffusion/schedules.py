@@ -104,6 +104,14 @@ def build_schedule(name: str, **options: Any) -> NoiseSchedule:
     return build(SCHEDULES, name, options)
 
 
+def missing_share(schedule: NoiseSchedule) -> float:
+    """Return 1 - (alpha(0) - alpha(1)): what a bound in this schedule lacks, as a share of log(V - 1) for a network
+    that predicts uniformly."""
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    start, end = schedule.alpha(ends).tolist()
+    return 1 - (start - end)
+
+
 # 1 - alpha cancels near t = 0, so the derived quantities are computed in float64 and rounded once.
 
 

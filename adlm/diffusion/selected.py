@@ -1,13 +1,17 @@
 """The loss of a linear head at selected positions, with the logits of one chunk in memory at a time."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from adlm.diffusion.masking import Selection
+
+Head = Callable[[Tensor], Tensor]  # features (N, dim) -> logits (N, V)
 
 MAX_LOGIT_ROWS = {"cuda": 24576, "cpu": 256, "mps": 256}  # rows of logits that exist at a time
 ALIGN = 64  # rows of a GPU's half-precision product start on a boundary, or it runs at half speed
@@ -136,9 +140,38 @@ class _SelectedLossFunction(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
+def is_linear(head: Head) -> TypeGuard[nn.Linear]:
+    """Return whether a head is a plain linear map, whose loss and gradients are computed in one pass."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
+def _loss_of_any_head(
+    x: Tensor, head: Head, target: Tensor, weight: Tensor, without: int | None, offset: float | None
+) -> SelectedLoss:
+    """Compute the loss of a head that is any function of features (N, dim); the backward computes logits again."""
+
+    def compute_loss(x: Tensor, target: Tensor) -> Tensor:
+        logits = head(x).float()
+        if without is not None:
+            is_ruled_out = torch.arange(logits.shape[-1], device=logits.device) == without
+            logits = logits.masked_fill(is_ruled_out, -torch.inf)
+        lse = logits.logsumexp(-1)
+        picked = logits.gather(1, target[:, None])[:, 0]
+        if offset is None:
+            return lse - picked
+        return (lse - offset).exp() - picked + offset - 1
+
+    size = MAX_LOGIT_ROWS[x.device.type]
+    chunks = zip(x.split(size), target.split(size), strict=True)
+    parts = [checkpoint(compute_loss, *chunk, use_reentrant=False) for chunk in chunks]
+    each = torch.cat(parts)
+    used = torch.where(weight > 0, each, 0.0)
+    return SelectedLoss((used * weight).sum(), each.detach())
+
+
 def selected_loss(
     features: Tensor,
-    head: nn.Linear,
+    head: Head,
     targets: Tensor,
     selection: Selection,
     *,
@@ -147,6 +180,9 @@ def selected_loss(
 ) -> SelectedLoss:
     """Compute Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L)."""
     x = features.reshape(-1, features.shape[-1])[selection.index]
+    target = targets.reshape(-1)[selection.index]
+    if not is_linear(head):
+        return _loss_of_any_head(x, head, target, selection.weight, without, offset)
     # A parameter requires its gradient under no_grad too, a product as large as the logits'.
     matrix, bias = (
         each if each is None or torch.is_grad_enabled() else each.detach()
@@ -158,7 +194,7 @@ def selected_loss(
         # Not index_fill with a tensor of `without`, which a GPU would be waited for.
         bias = torch.where(torch.arange(len(bias), device=bias.device) == without, -torch.inf, bias)
     shift = None if offset is None else torch.full((), offset, device=x.device)
-    target, chunk = targets.reshape(-1)[selection.index], MAX_LOGIT_ROWS[x.device.type]
+    chunk = MAX_LOGIT_ROWS[x.device.type]
     with torch.autocast(x.device.type, enabled=False):
         return SelectedLoss(
             *_SelectedLossFunction.apply(x, matrix, bias, target, selection.weight, shift, chunk)

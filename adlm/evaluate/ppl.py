@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import load_tokenizer
 from adlm.diffusion.masking import MIN_TIME
+from adlm.diffusion.objectives import MaskedDiffusion, Objective
 from adlm.errors import check_known
 from adlm.evaluate.cache import (
     Cache,
@@ -37,7 +38,6 @@ from adlm.likelihood import (
     summarize_rows,
 )
 from adlm.models.language_model import LanguageModel
-from adlm.models.methods import METHODS
 from adlm.text.lm import LM
 from adlm.training.distributed import DistributedContext
 
@@ -223,19 +223,27 @@ def estimate_text(
     noise = (
         {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
     )
-    form: dict[str, Any] = {"score_entropy": METHODS[lm.method].score_entropy}
+    objective = choose_objective(lm, settings)
+    is_entropy = objective.name == "score_entropy"
+    form: dict[str, Any] = {"score_entropy": is_entropy}
     form |= (
         {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
     )
     order = {"order": settings.order}
 
     def recall(
-        task: str, estimate: Callable[..., NllEstimate], options: dict[str, Any]
+        task: str, estimate: Callable[..., NllEstimate], form: dict[str, Any]
     ) -> NllEstimate:
         """The cached estimate of these settings, or a new one."""
-        options = {"given_tokens": given, **noise, **options}
+        options = {"given_tokens": given, **noise}
         key = hash_settings(
-            {"task": task, "weights_sha256": weights_sha256, "rows_hash": data.rows_hash, **options}
+            {
+                "task": task,
+                "weights_sha256": weights_sha256,
+                "rows_hash": data.rows_hash,
+                **options,
+                **form,
+            }
         )
         if key not in cache:
             running["on_rows"](0, len(data.rows))
@@ -252,7 +260,7 @@ def estimate_text(
         )
         return replace(nll, noise_stderr=stored["noise_stderr"], draws=stored["draws"])
 
-    nll = recall("nll", estimate_nll, form)
+    nll = recall("nll", partial(estimate_nll, objective=objective), form)
     entry = (
         {"data": name, "model": lm.name} | describe(nll, data.bytes) | {"is_bound": not is_causal}
     )
@@ -260,7 +268,8 @@ def estimate_text(
         "exact" if is_causal else "nelbo" if settings.steps is None else "discrete_nelbo"
     )
     if settings.order is not None:
-        second, is_bound = recall("order_nll", estimate_order_nll, order), settings.order == RANDOM
+        in_order = partial(estimate_order_nll, order=settings.order)
+        second, is_bound = recall("order_nll", in_order, order), settings.order == RANDOM
         entry["unmasking"] = (
             describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
         )
@@ -294,11 +303,22 @@ def estimate_text(
     if not is_causal:
         described |= {"schedule": "loglinear", "min_time": 0.0 if settings.steps else MIN_TIME}
     described |= {
-        "objective": "score_entropy" if form["score_entropy"] else "cross_entropy",
+        "objective": "score_entropy" if is_entropy else "cross_entropy",
         "precision": "float32",
     }
     entry["settings"] = described | {"data": data.settings}
     return TextNll(entry, nll, data, lm)
+
+
+def choose_objective(lm: LM, settings: NllSettings) -> Objective:
+    """The objective under which a model's text is scored."""
+    objective = lm.objective
+    if not isinstance(objective, MaskedDiffusion):
+        return objective
+    process = replace(
+        objective.process, attend_padding=settings.attend_padding, steps=settings.steps
+    )
+    return replace(objective, process=process)
 
 
 def describe(nll: NllEstimate, size: int) -> dict[str, Any]:

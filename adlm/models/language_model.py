@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adlm.diffusion.features import Features
 from adlm.models.transformer import (
     KVCache,
     Layer,
@@ -133,13 +134,6 @@ Caches = Sequence[KVCache | SlotCache] | None  # of a causal model, one per laye
 Valid = (
     Tensor | UnpaddedRows | None
 )  # False at padding (B, L), or where the tokens are (`can_unpad`)
-
-
-class Features(NamedTuple):
-    """The features of the stages, each (B, L, dim) after its final norm and before its head."""
-
-    anchor: Tensor | None
-    final: Tensor
 
 
 class LanguageModel(nn.Module):

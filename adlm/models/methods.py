@@ -14,7 +14,7 @@ class Method:
 
     is_causal: bool
     two_stages: bool
-    score_entropy: bool = False
+    objective: str = "masked"  # of OBJECTIVES
 
 
 METHODS = Registry(
@@ -22,9 +22,9 @@ METHODS = Registry(
     {
         "mdlm": Method(is_causal=False, two_stages=False),
         "adlm": Method(is_causal=False, two_stages=True),
-        "ar": Method(is_causal=True, two_stages=False),
-        "a2r": Method(is_causal=True, two_stages=True),
-        "sedd": Method(is_causal=False, two_stages=False, score_entropy=True),
+        "ar": Method(is_causal=True, two_stages=False, objective="causal"),
+        "a2r": Method(is_causal=True, two_stages=True, objective="causal"),
+        "sedd": Method(is_causal=False, two_stages=False, objective="score_entropy"),
     },
 )
 

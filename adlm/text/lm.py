@@ -22,6 +22,8 @@ from adlm.data.hub import HUB_NAME, download_model
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
+from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.objectives import OBJECTIVES
 from adlm.diffusion.plans import mean_noise_level
 from adlm.errors import suggest_names
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
@@ -220,6 +222,7 @@ class LMEngine:
         if problem:
             raise ValueError(f"{name}: {problem}")
         self.loaded, self.method, self.step, self.name = loaded, loaded.method, loaded.step, name
+        self.objective = OBJECTIVES[method.objective](ForwardProcess(config.mask_id))
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
         self.row_format = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
@@ -329,9 +332,8 @@ class LMEngine:
         self, rows: Sequence[Sequence[int]], is_scored: Sequence[Sequence[bool]], **settings: int
     ) -> TokenNats:
         """Estimate the nats of the scored tokens of rows, with the draws, seed and batch of `settings`."""
-        is_entropy = METHODS[self.method].score_entropy
         return estimate_token_nats(
-            self.model.to(self.device), rows, is_scored, score_entropy=is_entropy, **settings
+            self.model.to(self.device), rows, is_scored, self.objective, **settings
         )
 
     def build_trajectory(

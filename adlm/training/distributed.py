@@ -5,7 +5,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from adlm.checkpoint import run_on_rank0
 from adlm.config import ParallelSettings
+from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch
-from adlm.diffusion.objectives import Loss, training_loss
+from adlm.diffusion.objectives import Loss, Objective
 from adlm.generate import pick_device
 from adlm.models.language_model import LanguageModel
 from adlm.models.transformer import Layer
@@ -35,22 +36,19 @@ TIMEOUT = timedelta(minutes=30)  # of a collective
 
 
 class LossModule(nn.Module):
-    """A model and its loss as one module, so that DDP and FSDP wrap both; `modules` of the loss are trained and
-    checkpointed with the model."""
+    """A model and the modules of its objective as one module, so that DDP and FSDP wrap them together."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        loss_fn: Callable[..., Loss] = training_loss,
-        modules: Mapping[str, nn.Module] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: LanguageModel, objective: Objective) -> None:
         super().__init__()
-        self.model, self.loss_fn = model, partial(loss_fn, check=False, **options)
-        self.auxiliary = nn.ModuleDict(modules)
+        self.model = model
+        self.objective = objective
+        self.auxiliary = nn.ModuleDict(dict(objective.modules))
 
-    def forward(self, batch: NoisyBatch, anchor_weight: Tensor | None) -> Loss:
-        return self.loss_fn(self.model, batch, anchor_weight=anchor_weight, **self.auxiliary)
+    def forward(self, run: NoisyBatch | Callable[[FeatureModel], Tensor]) -> Loss | Tensor:
+        """Compute the loss of a batch, or what a function computes with the model."""
+        if isinstance(run, NoisyBatch):
+            return self.objective.loss(self.model, run)
+        return run(self.model)
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,12 @@ class ParallelModel:
         None  # the mesh of sharded weights on the CPU, for copies in host memory
     )
 
-    def eval_loss(self, batch: NoisyBatch) -> Loss:
-        """Compute a loss that no backward follows; FSDP's weights are resharded, as a backward would do."""
-        loss = self.module(batch, None)
+    def evaluate(self, run: Callable[[FeatureModel], Tensor]) -> Tensor:
+        """Compute something with the model that no backward follows; all ranks call it equally often."""
+        result: Tensor = self.module(run)
         if isinstance(self.module, FSDPModule):
-            self.module.reshard()
-        return loss
+            self.module.reshard()  # as a backward would do
+        return result
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """A context for all micro-batches but the last: DDP then reduces gradients once. FSDP always reduces them,

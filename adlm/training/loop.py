@@ -17,18 +17,19 @@ from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
+from adlm.diffusion.objectives import Objective
 from adlm.files import write_atomically
 from adlm.models.language_model import LanguageModel
 from adlm.training import guard, setup
 from adlm.training.distributed import (
     DistributedContext,
+    LossModule,
     ParallelModel,
     init_distributed,
     parallelize,
 )
 from adlm.training.ema import EMA
 from adlm.training.logging import RunLogger, StepMetrics, describe_run
-from adlm.training.objective import TrainingObjective
 from adlm.training.optim import (
     build_optimizers,
     get_lr_multiplier,
@@ -40,7 +41,7 @@ from adlm.training.optim import (
 
 def train_steps(
     parallel: ParallelModel,
-    objective: TrainingObjective,
+    objective: Objective,
     batches: Iterator[Batch],
     optimizers: Sequence[Optimizer],
     *,
@@ -97,17 +98,14 @@ def train_steps(
         if batch.lengths is not None:  # otherwise every rank has as many
             tokens = context.all_reduce_sum(tokens) / context.world_size
         noisy = [replace(part, tokens=tokens).to(device) for part in parts]
-        multiplier, anchor_weight = lr_multiplier(step), objective.anchor_weight(step, steps)
-        gamma = (
-            None if anchor_weight is None else torch.full((), anchor_weight, device=device)
-        )  # does not wait
+        multiplier = lr_multiplier(step)
         set_lr(optimizers, multiplier)
         values = torch.zeros(4, device=device)
         for number, micro in enumerate(noisy):
             sync = nullcontext() if number == len(noisy) - 1 else parallel.no_sync()
             with sync, seed_dropout(seed, step, context.rank, number, device):
                 with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-                    loss = parallel.module(micro, gamma)
+                    loss = parallel.module(micro)
                 # Checked before it reaches the weights; on a GPU or with several ranks RunLogger.read checks it.
                 if not on_gpu and context.world_size == 1:
                     try:
@@ -119,7 +117,8 @@ def train_steps(
                 [loss.total.detach(), loss.nll.detach(), loss.anchor.detach()]
             )
         values[3] = step_optimizers(parallel.model, optimizers, clip, ema, parallel.module)
-        yield StepMetrics(step, values, multiplier, anchor_weight or 0.0, batch, stall)
+        gamma = noisy[0].anchor_weight or 0.0
+        yield StepMetrics(step, values, multiplier, gamma, batch, stall)
 
 
 @contextmanager
@@ -196,7 +195,7 @@ def run_training(
         model = model.to(device)
         if on_gpu if config.compile is None else config.compile:
             model.compile_layers()
-        learner = task.build_loss(model).to(device)
+        learner = LossModule(model, task.objective).to(device)
         parallel = parallelize(learner, context, config.parallel)
 
         # How: optimizers, and the average of the weights.

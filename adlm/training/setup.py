@@ -27,6 +27,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule, build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.objectives import OBJECTIVES, Objective
 from adlm.diffusion.samplers import build_sampler
 from adlm.diffusion.schedules import build_schedule
 from adlm.errors import check_known
@@ -36,8 +37,8 @@ from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.models.methods import METHODS, build_config
-from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
-from adlm.training.objective import Objective, TrainingObjective
+from adlm.models.transformer import unpad
+from adlm.training.distributed import DistributedContext, ParallelModel
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,8 @@ class TrainingTask:
     config: Config  # with the method of `init`
     shape: ModelConfig
     init: InitModel | None
-    objective: TrainingObjective
+    objective: Objective
     batches: Any  # an endless iterable of batches, with load_state_dict
-    build_loss: Callable[[LanguageModel], LossModule]
     validate: Callable[
         [ParallelModel, int], dict[str, float]
     ]  # of a model, in batches of so many rows
@@ -111,22 +111,17 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         data_hash = hashlib.sha256(
             json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")
         ).hexdigest()
-    is_sedd, train = (
-        METHODS[str(config.method)].score_entropy,
-        data.manifest["splits"]["train"],
-    )
+    train = data.manifest["splits"]["train"]
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
         estimate = estimate_nll(
             parallel.model,
             valid_rows,
+            objective,
             batch=batch,
             draws=config.valid.draws,
-            schedule=objective.process.schedule,
-            steps=objective.process.steps,
-            attend_padding=objective.process.attend_padding,
             max_rows=config.valid.rows,
-            loss_fn=parallel.eval_loss,
+            evaluate=parallel.evaluate,
             ranks=context,
         )
         metrics = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
@@ -153,7 +148,6 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         init,
         objective,
         batches,
-        build_loss=partial(LossModule, score_entropy=is_sedd),
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
         sample=sample,
@@ -341,9 +335,9 @@ def build_objective(
     # The kernel for rows of different lengths is one of half precision, for GPUs from Ampere on.
     is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
     is_unpadded = is_unpadded and torch.cuda.get_device_capability() >= (8, 0)
-    return Objective(
-        process, model.is_causal, settings.anchor_weight, settings.anchor_ramp, is_unpadded
-    )
+    process = replace(process, arrange_valid=unpad if is_unpadded else None)
+    method = METHODS.resolve(str(config.method))
+    return OBJECTIVES.resolve(method.objective)(process)
 
 
 def build_process(
@@ -360,6 +354,8 @@ def build_process(
         steps=settings.discrete_steps,
         time_std=settings.time_std,
         multiple=64 if on_gpu else 1,
+        anchor_weight=settings.anchor_weight,
+        ramp_steps=config.steps if settings.anchor_ramp else None,
     )
 
 

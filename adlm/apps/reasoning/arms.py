@@ -10,20 +10,22 @@ The loss is on all tokens after the markers and, where an arm labels them, on th
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adlm.apps.reasoning.items import Item, Markers, pad_rows
 from adlm.apps.reasoning.tasks import ItemBatch, Task
-from adlm.config import Config, ObjectiveSettings
+from adlm.config import Config
 from adlm.diffusion.anchors import anchor_weight
+from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch, Selection
+from adlm.diffusion.objectives import Loss, Objective, training_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 
 LAST = sys.maxsize  # the last stage of any curriculum, which leaves no step to remove
@@ -235,8 +237,11 @@ def collate(
 
 
 @dataclass(frozen=True)
-class ReasoningObjective:
+class ReasoningObjective(Objective):
     """Lays problems out at their stage of the curriculum, with labels on the slots."""
+
+    name: ClassVar[str] = "causal"
+    is_causal: ClassVar[bool] = True
 
     arm: Arm
     curriculum: Curriculum
@@ -244,8 +249,11 @@ class ReasoningObjective:
     slots: int
     slots_per_stage: int = 1
     label_weight: float = 1.0
-    anchor_settings: ObjectiveSettings = field(default_factory=ObjectiveSettings)  # of A2R
+    anchor_weight: float = 3e-3  # the peak of gamma, of A2R
+    ramp_steps: int | None = None  # over which gamma rises; None: always at its peak
     multiple: int = 1  # of the length of rows
+    loss_fn: Callable[..., Loss] = training_loss
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @staticmethod
     def from_config(config: Config, task: Task, *, multiple: int = 1) -> ReasoningObjective:
@@ -266,7 +274,8 @@ class ReasoningObjective:
             stages * size,
             size,
             settings.label_weight,
-            config.objective,
+            config.objective.anchor_weight,
+            config.steps if config.objective.anchor_ramp else None,
             multiple,
         )
 
@@ -319,6 +328,7 @@ class ReasoningObjective:
             label_weight=self.label_weight,
             multiple=self.multiple,
         )
+        made = replace(made, anchor_weight=self.find_anchor_weight(step))
         if arm.auxiliary is None:
             return made
         rows = list(map(self.lay_out_auxiliary, items, layouts))
@@ -340,9 +350,14 @@ class ReasoningObjective:
             made, auxiliary=auxiliary, tokens=torch.tensor(counts)
         )  # of both losses' targets, and of rows
 
-    def anchor_weight(self, step: int, steps: int) -> float | None:
+    def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the cross-entropy of tokens and labels, and the arm's second loss."""
+        return self.loss_fn(model, batch, anchor_weight=batch.anchor_weight, check=False)
+
+    def find_anchor_weight(self, step: int) -> float | None:
         """Gamma of A2R's anchor term at a step; None where there are no anchors."""
-        peak = self.anchor_settings.anchor_weight
         if not self.arm.has_anchor_term:
             return None
-        return anchor_weight(step, steps, peak) if self.anchor_settings.anchor_ramp else peak
+        if self.ramp_steps is None:
+            return self.anchor_weight
+        return anchor_weight(step, self.ramp_steps, self.anchor_weight)

@@ -7,12 +7,12 @@ cells of a Sudoku (each digit occurs nine times in a solution, so that no digit 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adlm.apps.reasoning import arithmetic, sudoku
 from adlm.apps.reasoning.arms import ARMS, LAST, RowLayout, lay_out
@@ -22,14 +22,15 @@ from adlm.apps.reasoning.tasks import ItemBatch, Task
 from adlm.config import Config
 from adlm.diffusion.anchors import build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch, corrupt
+from adlm.diffusion.objectives import Loss, MaskedDiffusion, finish_batch, training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.samplers import build_sampler, takes_steps
 from adlm.generate import Predictor, stream_tokens
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS
 from adlm.registry import Registry
-from adlm.training.objective import Objective
 from adlm.training.setup import build_process
 
 NUMBERS = index_words(arithmetic.WORDS)
@@ -99,13 +100,15 @@ def pad_holes(rows: Sequence[list[int]], multiple: int = 1) -> tuple[Tensor, Ten
 
 
 @dataclass(frozen=True)
-class HoleObjective(Objective):
+class HoleObjective(MaskedDiffusion):
     """Hides tokens of the holes, and fills the holes of questions."""
 
     _: KW_ONLY
     task: HoleTask
     sampling: HoleSampling
     multiple: int = 1
+    loss_fn: Callable[..., Loss] = training_loss
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @staticmethod
     def from_config(
@@ -128,11 +131,8 @@ class HoleObjective(Objective):
                 "listed", ids=holes.numbers, vocab_size=task.tokenizer.vocab_size
             )
         process = build_process(config, task.tokenizer.mask_id, rule, on_gpu=multiple > 1)
-        weight = config.objective.anchor_weight, config.objective.anchor_ramp
         sampling = SAMPLINGS[sampler] if sampler else samplings[0]
-        return HoleObjective(
-            process, False, *weight, task=holes, sampling=sampling, multiple=multiple
-        )
+        return HoleObjective(process, task=holes, sampling=sampling, multiple=multiple)
 
     def lay_out(self, item: Item, stage: int = LAST) -> RowLayout:
         """Lay out a problem with its solution; there are no stages, and what is given need not come first."""
@@ -150,7 +150,12 @@ class HoleObjective(Objective):
         x0, valid = pad_holes([self.task.complete(item) for item in batch.items], self.multiple)
         rng = CounterRng.from_seed(seed, batch.number)
         places: dict[str, Any] = {"index": batch.place, "total": batch.total, "valid": valid}
-        return corrupt(x0, self.process, rng, step, is_fixed=layouts != self.task.hole, **places)
+        noisy = corrupt(x0, self.process, rng, step, is_fixed=layouts != self.task.hole, **places)
+        return finish_batch(noisy, self.process, step, noisy.valid)
+
+    def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        """Compute the NELBO of holes and the anchor term."""
+        return self.loss_fn(model, batch, anchor_weight=batch.anchor_weight, check=False)
 
 
 @torch.no_grad()

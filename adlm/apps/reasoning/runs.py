@@ -60,7 +60,7 @@ from adlm.models.methods import METHODS
 from adlm.models.vocabulary import extend_vocabulary
 from adlm.registry import Registry
 from adlm.training import setup
-from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
+from adlm.training.distributed import DistributedContext, ParallelModel
 from adlm.training.loop import Run, run_training
 
 EXTRA_TOKENS = 8  # that a model may write more than the longest solution before it is cut off
@@ -97,10 +97,13 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     can_capture = (
         is_cuda and context.world_size == 1 and shape.dropout == 0 and not shape.time_conditioning
     )
-    modules = (
-        {"decoder": StepDecoder(shape, seed=config.seed)} if arm.auxiliary == "simcot" else None
-    )
+    decoder = StepDecoder(shape, seed=config.seed) if arm.auxiliary == "simcot" else None
     run = CapturedFeatures() if can_capture else compute_features
+    objective = replace(
+        objective,
+        loss_fn=partial(reasoning_loss, run=run, decoder=decoder),
+        modules={} if decoder is None else {"decoder": decoder},
+    )
     valid = task.load_valid(config.valid.rows or 1024)
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
@@ -127,7 +130,6 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         ItemBatches(
             task, config.batch, seed=config.seed, rank=context.rank, size=context.world_size
         ),
-        build_loss=partial(LossModule, loss_fn=reasoning_loss, modules=modules, run=run),
         validate=validate,
         format_metrics=lambda metrics: (
             f"accuracy {metrics['val/accuracy']:.1%} of the validation problems"
