@@ -309,8 +309,15 @@ def compute_row_nats(
     def run(model: FeatureModel) -> Tensor:
         return objective.row_nats(model, rows, seed)
 
-    nats = run(model) if evaluate is None else evaluate(run)
-    return nats.cpu().double()
+    if evaluate is not None:
+        return evaluate(run).cpu().double()  # checked in the end: ranks must not stop alone
+    nats = run(model).cpu().double()
+    if not bool(torch.isfinite(nats).all()):
+        bad = rows.number[~torch.isfinite(nats)].tolist()
+        raise FloatingPointError(
+            f"the loss of rows {bad[:8]} is not finite: check the weights, then the rows"
+        )
+    return nats
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """What only a GPU runs: the kernels, half precision, compiled graphs. `pytest -m gpu` where there is one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from adlm.data.batches import Batch
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.masking import ForwardProcess, corrupt
-from adlm.diffusion.objectives import training_loss
+from adlm.diffusion.objectives import MaskedDiffusion, NextToken, training_loss
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.samplers import build_sampler
@@ -16,7 +18,7 @@ from adlm.diffusion.selected import compute_loss_and_grad
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import build_config
-from adlm.training.objective import Objective
+from adlm.models.transformer import unpad
 from tests.world import compute_probs
 
 pytestmark = [
@@ -141,9 +143,9 @@ def test_rows_without_padding_have_the_losses_and_gradients_of_padded_ones(metho
     text = Batch(random_rows(64, 256), lengths, number, number, 64, {})
     losses, gradients = [], []
     for is_unpadded in (False, True):
-        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(
-            text, 0, 0
-        )
+        arranged = replace(process, arrange_valid=unpad if is_unpadded else None)
+        kind = NextToken if model.config.is_causal else MaskedDiffusion
+        batch = kind(arranged).corrupt(text, 0, 0)
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             loss = training_loss(

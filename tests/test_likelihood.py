@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Barrier
 from typing import Any
 
@@ -11,11 +13,18 @@ import torch
 from torch import Tensor
 
 from adlm.data.batches import TensorRows, is_valid
+from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import ForwardProcess, NoisyBatch, collect_batch, stratify_times
-from adlm.diffusion.objectives import Loss, token_nll, training_loss
+from adlm.diffusion.objectives import (
+    Loss,
+    MaskedDiffusion,
+    ScoreEntropy,
+    token_nll,
+    training_loss,
+)
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
+from adlm.diffusion.schedules import SCHEDULES, LogLinear, loss_weight, missing_share, noise_level
 from adlm.diffusion.selected import selected_loss
 from adlm.likelihood import (
     MAX_ENUMERATED,
@@ -73,6 +82,21 @@ def test_an_untrained_model_is_uniform(method: str) -> None:
     assert bound.tokens == 40 * (16 - is_causal) and bound.ppl == pytest.approx(math.exp(bound.nll))
     assert bound.stderr < (1e-6 if is_causal else 0.2)
     assert abs(bound.nll - math.log(VOCAB - 1)) < 4 * bound.stderr + 1e-5
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("method", ["mdlm", "sedd"])
+def test_a_schedules_bound_says_what_it_lacks(name: str, method: str) -> None:
+    """Of a uniform prediction it is (alpha(0) - alpha(1)) log(V - 1), whatever the schedule."""
+    kind = MaskedDiffusion if method == "mdlm" else ScoreEntropy
+    objective = kind(ForwardProcess(VOCAB - 1, schedule=SCHEDULES[name]()))
+    rows = ROWS.repeat(8, 1)
+    bound = estimate_nll(tiny(method, 0), rows, objective, draws=64, batch=320)
+    expected = (1 - bound.missing) * math.log(VOCAB - 1)
+    assert abs(bound.nll - expected) < 4 * (bound.noise_stderr or 0) < 0.04 * expected
+    assert 0 < bound.missing < 0.01
+    lacks_much = missing_share(objective.process.schedule) > 0.01
+    assert lacks_much == (name == "geometric") == ("log-linearly" in bound.note)
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
@@ -138,9 +162,9 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
     sent: dict[int, Tensor] = {}
 
     def shared(rank_of_this: int) -> NllEstimate:
-        def loss_fn(noised: NoisyBatch) -> Loss:
+        def evaluate(run: Callable[[FeatureModel], Tensor]) -> Tensor:
             calls[rank_of_this] += 1
-            return training_loss(model, noised)
+            return run(model)
 
         class Ranks:
             rank, world_size = rank_of_this, size
@@ -153,7 +177,7 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
                 return added
 
         return estimate_nll(
-            model, padded(), batch=9, draws=2, ranks=Ranks(), loss_fn=loss_fn, given_tokens=GIVEN
+            model, padded(), batch=9, draws=2, ranks=Ranks(), evaluate=evaluate, given_tokens=GIVEN
         )
 
     whole = estimate_nll(model, padded(), batch=9, draws=2, given_tokens=GIVEN)  # five pieces
@@ -180,19 +204,30 @@ def test_one_draw_is_that_of_earlier_versions(method: str) -> None:
 UNUSED = tiny("mdlm", 0)
 
 
-def constant_loss(cost: Tensor) -> Loss:
-    zero = torch.zeros(())
-    return Loss(zero, zero, zero, cost, torch.zeros(len(cost)))
+@dataclass(frozen=True)
+class CostObjective(MaskedDiffusion):
+    """Rows cost what a function says, whatever the network does."""
+
+    compute_cost: Callable[[NoisyBatch], Tensor] = lambda noisy: noisy.t
+
+    def bound(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+        cost, zero = self.compute_cost(batch), torch.zeros(())
+        return Loss(zero, zero, zero, cost, torch.zeros(len(cost)))
+
+
+def estimate_cost(rows: Tensor, cost: Callable[[NoisyBatch], Tensor], **options: int) -> float:
+    objective = CostObjective(ForwardProcess(VOCAB - 1), cost)
+    return estimate_nll(UNUSED, rows, objective, **options).nll
 
 
 def times(draws: int, count: int = 40, batch: int = 40, seed: int = 0) -> Tensor:
     found: list[Tensor] = []
 
-    def loss_fn(noised: NoisyBatch) -> Loss:
-        found.append(noised.t.double())
-        return constant_loss(torch.rand(len(noised.t)))
+    def draw_cost(noisy: NoisyBatch) -> Tensor:
+        found.append(noisy.t.double())
+        return torch.rand(len(noisy.t))
 
-    estimate_nll(UNUSED, ROWS[:count], batch=batch, draws=draws, seed=seed, loss_fn=loss_fn)
+    estimate_cost(ROWS[:count], draw_cost, batch=batch, draws=draws, seed=seed)
     return torch.cat([torch.stack(found[at : at + draws], 1) for at in range(0, len(found), draws)])
 
 
@@ -221,14 +256,12 @@ def test_rows_that_cost_differently_do_not_bias_the_bound(is_early: bool) -> Non
     A row that were at the same times for every seed would bias the mean over seeds.
     """
 
-    def loss_fn(noisy: NoisyBatch) -> Loss:
-        return constant_loss(noisy.t * (noisy.x0[:, 0] == 1) * noisy.x0.shape[1])
+    def half(noisy: NoisyBatch) -> Tensor:
+        return noisy.t * (noisy.x0[:, 0] == 1) * noisy.x0.shape[1]
 
     rows = (torch.arange(8) % 2 == (0 if is_early else 1)).long()[:, None].expand(8, 4)  # in turn
     seeds = 150
-    nlls = torch.tensor(
-        [estimate_nll(UNUSED, rows, draws=2, seed=i, loss_fn=loss_fn).nll for i in range(seeds)]
-    )
+    nlls = torch.tensor([estimate_cost(rows, half, draws=2, seed=i) for i in range(seeds)])
     assert abs(float(nlls.mean()) - 0.25) < 4 * float(nlls.std()) / math.sqrt(seeds) + 1e-3 < 0.03
 
 
@@ -272,12 +305,14 @@ def test_marks_are_given_and_not_counted(method: str) -> None:
     """What is counted is the text's own tokens; the marks are seen, by a masked model at every time."""
     model = tiny(method)
 
-    def loss_fn(noised: NoisyBatch) -> Loss:
-        if not model.config.is_causal:
-            assert (noised.xt[noised.x0 < 2] == noised.x0[noised.x0 < 2]).all()
-        return training_loss(model, noised)
+    class MarksAreSeen(MaskedDiffusion):
+        def bound(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
+            assert (batch.xt[batch.x0 < 2] == batch.x0[batch.x0 < 2]).all()
+            return super().bound(model, batch)
 
-    bound = estimate_nll(model, framed(), draws=2, given_tokens=GIVEN, loss_fn=loss_fn)
+    is_causal = model.config.is_causal
+    objective = None if is_causal else MarksAreSeen(ForwardProcess(VOCAB - 1))
+    bound = estimate_nll(model, framed(), objective, draws=2, given_tokens=GIVEN)
     lengths = framed().lengths
     assert lengths is not None and bound.tokens == int((lengths - 2).sum()) - 1
     lineage = estimate_nll(model, framed(), draws=2)

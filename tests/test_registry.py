@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from adlm.diffusion.anchors import ANCHOR_RULES, build_anchor_rule
+from adlm.diffusion.anchors import ANCHOR_RULES, build_anchor_rule, every_token
 from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
-from adlm.diffusion.objectives import training_loss
+from adlm.diffusion.objectives import OBJECTIVES, ScoreEntropy, training_loss
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
@@ -103,7 +103,9 @@ def test_a_config_for_every_corner(method, preset):
         config.denoiser_layers == size["denoiser_layers" if shape.two_stages else "anchor_layers"]
     )
     assert config.cond_dim == (None if shape.is_causal else size.get("cond_dim", 128))
-    assert shape.score_entropy == (method == "sedd")
+    own = {"ar": "causal", "a2r": "causal", "sedd": "score_entropy"}
+    assert shape.objective == own.get(method, "masked")
+    assert OBJECTIVES[shape.objective](ForwardProcess(11)).is_causal == shape.is_causal
 
 
 def test_schedules_and_rules_have_names():
@@ -121,7 +123,7 @@ def test_a_batch_must_fit_its_model():
         with pytest.raises(ValueError, match="from batches of"):
             training_loss(model, batch)
     with pytest.raises(ValueError, match="no anchor term"):
-        training_loss(masked, noisy, score_entropy=True, anchor_weight=0.1)
+        ScoreEntropy(ForwardProcess(11, anchor_rule=every_token()))
     with pytest.raises(ValueError, match="padding or fixed"):
         corrupt(
             x0, ForwardProcess(11), CounterRng.from_seed(0, 2), 0, valid=torch.zeros_like(x0).bool()

@@ -302,6 +302,7 @@ def estimate_text(
     }
     if not is_causal:
         described |= {"schedule": "loglinear", "min_time": 0.0 if settings.steps else MIN_TIME}
+        described["missing"] = objective.missing  # of log(V - 1), for a uniform prediction
     described |= {
         "objective": "score_entropy" if is_entropy else "cross_entropy",
         "precision": "float32",

@@ -152,7 +152,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
         sample=sample,
         data_hash=data_hash,
-        description=describe_data(config, data),
+        description=f"{describe_data(config, data)}; {describe_bound(objective)}",
         length=shape.length,
         tokenizer=data.tokenizer,
         rows=data.manifest["rows"],
@@ -168,6 +168,14 @@ def describe_data(config: Config, data: PreparedData) -> str:
         rows, epochs = f"{count:,} rows", f" = {config.steps * config.batch / count:.3g} epochs"
     sizes = f"{data.length} tokens, vocabulary {data.vocab_size:,}"
     return f"{rows} of {sizes}; {config.steps:,} steps of {config.batch} rows{epochs}"
+
+
+def describe_bound(objective: Objective) -> str:
+    """Describe what validation reports."""
+    if objective.is_causal:
+        return "validation is exact"
+    note = f" ({objective.note})" if objective.note else ""
+    return f"the bound of validation lacks {objective.missing:.2%} of log(V - 1){note}"
 
 
 def format_validation(metrics: Mapping[str, float], *, is_causal: bool) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from adlm.checkpoint import LoadedModel, export_model, load_model
 from adlm.convert import write_lightning
 from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
-from adlm.diffusion.objectives import training_loss
+from adlm.diffusion.objectives import default_objective, training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.models.costs import count_parameters
 from adlm.models.language_model import LanguageModel, ModelConfig
@@ -119,7 +119,11 @@ def test_all_at_once_compile_in_one_graph_and_recompute_their_activations() -> N
                 if isinstance(layer, Layer):
                     layer.compile(fullgraph=True, backend="aot_eager")
         settings = ParallelSettings(checkpoint_activations=kind == "checkpointed")
-        parallelize(LossModule(model), DistributedContext(torch.device("cpu")), settings)
+        parallelize(
+            LossModule(model, default_objective(model)),
+            DistributedContext(torch.device("cpu")),
+            settings,
+        )
         compute_loss(model).backward()
         gradients.append(
             torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,11 @@ import torch.nn.functional as F
 from adlm.data.batches import Batch, is_valid
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, shift_tokens
-from adlm.diffusion.objectives import training_loss
+from adlm.diffusion.objectives import MaskedDiffusion, NextToken, training_loss
 from adlm.interop.gpt2 import from_state_dict
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.methods import build_config
 from adlm.models.transformer import UnpaddedRows, unpad
-from adlm.training.objective import Objective
 from tests.goldens import facts
 from tests.world import count_weights, random_model, random_tokens, shapes_only
 
@@ -326,12 +326,12 @@ def test_layers_without_padding_compute_the_same(method, changes, lengths):
     losses, gradients = [], []
     if model.config.is_causal and max(lengths) == 1:
         with pytest.raises(ValueError, match="all positions of this batch are padding"):
-            Objective(process, is_causal=True, is_unpadded=True).corrupt(text, 0, 0)
+            NextToken(process).corrupt(text, 0, 0)
         return
     for is_unpadded in (False, True):
-        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(
-            text, 0, 0
-        )
+        arranged = replace(process, arrange_valid=unpad if is_unpadded else None)
+        kind = NextToken if model.config.is_causal else MaskedDiffusion
+        batch = kind(arranged).corrupt(text, 0, 0)
         assert isinstance(batch.valid, UnpaddedRows) == is_unpadded
         model.zero_grad()
         losses.append(

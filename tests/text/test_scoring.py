@@ -121,9 +121,9 @@ def test_a_score_is_the_held_out_bound_of_its_row(method: str) -> None:
     bound = estimate_nll(
         model.model,
         ids.expand(2000, -1),
+        model.objective,
         batch=500,
         draws=2,
-        score_entropy=method == "sedd",
         seed=9,
     )
     (score,) = model.score(text, draws=4000, batch=500)

@@ -15,13 +15,14 @@ from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.objectives import OBJECTIVES, Objective
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS
+from adlm.models.transformer import unpad
 from adlm.training.distributed import DistributedContext, LossModule, parallelize
 from adlm.training.guard import Diverged, LossGuard, suggest_remedy
 from adlm.training.logging import RunLogger, StepMetrics
 from adlm.training.loop import train_steps
-from adlm.training.objective import Objective
 from adlm.training.optim import BatchedMuon, build_optimizers, get_lr_multiplier
 from adlm.training.setup import open_text_task
 from tests.training.runs import arguments, curve, data, run, tiny_config
@@ -47,14 +48,22 @@ def tiny(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
 
 
 def build_objective(
-    model: LanguageModel, anchor_rule: AnchorRule | None = None, **options: Any
+    model: LanguageModel,
+    anchor_rule: AnchorRule | None = None,
+    method: str | None = None,
+    ramp_steps: int | None = 6,
+    **options: Any,
 ) -> Objective:
     """The paper's objective, or changes to it."""
     rule = anchor_rule or rare_in_sequence(max_count=5)
     process = ForwardProcess(
-        model.config.mask_id, anchor_rule=rule if model.config.anchor_layers else None
+        model.config.mask_id,
+        anchor_rule=rule if model.config.anchor_layers else None,
+        ramp_steps=ramp_steps,
+        **options,
     )
-    return Objective(process, model.config.is_causal, **options)
+    name = "causal" if model.config.is_causal else "masked"
+    return OBJECTIVES[METHODS[method].objective if method else name](process)
 
 
 def take_steps(
@@ -70,12 +79,12 @@ def take_steps(
     **options: Any,
 ) -> list[StepMetrics]:
     """Train for some steps of 8 rows."""
-    learner = LossModule(model, score_entropy=METHODS[method].score_entropy)
+    built = build_objective(model, **{"method": method, "ramp_steps": steps} | (objective or {}))
+    learner = LossModule(model, built)
     settings = ParallelSettings(checkpoint_activations=checkpoint_activations)
     parallel = parallelize(learner, DistributedContext(torch.device("cpu")), settings)
     batches = iter(ShuffledBatches(rows(padded), 8, seed=seed))
     optimizers = optimizers if optimizers is not None else build_optimizers(model, FAST)
-    built = build_objective(model, **(objective or {}))
     return list(
         train_steps(parallel, built, batches, optimizers, steps=steps, seed=seed, **options)
     )
@@ -170,19 +179,21 @@ def test_metrics_have_the_step_and_its_settings() -> None:
 
 
 def test_the_anchor_term_is_optimized_and_not_reported() -> None:
-    objective = {"anchor_rule": every_token(), "peak_anchor_weight": 0.05}
+    objective = {"anchor_rule": every_token(), "anchor_weight": 0.05}
     (anchored,) = take_steps(tiny(), steps=1, objective=objective)
     assert anchored.anchor_weight == 0.05
     assert anchored.values[0] > anchored.values[1]
-    (plain,) = take_steps(tiny(), steps=1, objective={"peak_anchor_weight": 0.0})
+    (plain,) = take_steps(tiny(), steps=1, objective={"anchor_weight": 0.0})
     assert plain.values[0] == plain.values[1] == anchored.values[1]
 
 
 def test_the_anchor_weight_ramps() -> None:
-    assert build_objective(tiny("mdlm")).anchor_weight(5, 10) is None
-    for is_ramp, expected in ((True, [0.25, 0.5, 0.6, 0.6]), (False, [0.6] * 4)):
-        objective = build_objective(tiny(), peak_anchor_weight=0.6, anchor_ramp=is_ramp)
-        assert [objective.anchor_weight(step, 4) for step in (1, 2, 3, 4)] == expected
+    text = next(iter(ShuffledBatches(rows(), 8)))
+    assert build_objective(tiny("mdlm")).corrupt(text, 0, 5).anchor_weight is None
+    for ramp_steps, expected in ((4, [0.25, 0.5, 0.6, 0.6]), (None, [0.6] * 4)):
+        objective = build_objective(tiny(), anchor_weight=0.6, ramp_steps=ramp_steps)
+        weights = [objective.corrupt(text, 0, step).anchor_weight for step in (1, 2, 3, 4)]
+        assert weights == expected
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
@@ -233,7 +244,10 @@ def test_steps_without_padding_are_those_with_it(checkpoint_activations: bool) -
             "micro_batch": 3,
             "checkpoint_activations": checkpoint_activations,
         }
-        options |= {"optimizers": plain_descent(model), "objective": {"is_unpadded": is_unpadded}}
+        options |= {
+            "optimizers": plain_descent(model),
+            "objective": {"arrange_valid": unpad if is_unpadded else None},
+        }
         values = torch.stack([metrics.values for metrics in take_steps(model, **options)])
         runs.append((values, torch.cat([p.detach().flatten() for p in model.parameters()])))
     torch.testing.assert_close(runs[1], runs[0], atol=1e-4, rtol=1e-4)
