@@ -119,7 +119,7 @@ def test_only_holes_are_hidden_and_carry_loss(name: str, arm: str, boards: Path)
             assert torch.equal(is_number.sum(-1), is_hole.sum(-1) if name == "sudoku" else values)
         hidden |= is_hidden
     assert torch.equal(hidden, is_hole)  # and each hole is hidden at times
-    assert (objective.anchor_weight(1, 2) is None) == (arm == "mdlm")
+    assert (noisy.anchor_weight is None) == (arm == "mdlm")
 
 
 def test_noise_does_not_depend_on_how_a_batch_is_split(boards: Path) -> None:
