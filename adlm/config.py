@@ -13,10 +13,10 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
 
-from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P
 from adlm.errors import suggest_names
 from adlm.files import write_atomically
 from adlm.models.language_model import ModelConfig
+from adlm.settings import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout

@@ -7,8 +7,9 @@ sampling is a field of `SamplingSettings`, and its name and type a line of `Samp
 
 import inspect
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypedDict, runtime_checkable
 
 import pydantic
@@ -179,6 +180,8 @@ def suggest(settings: type[BaseModel], name: str, vocabulary: Vocabulary) -> str
             meanings.setdefault(to_option(typed) if vocabulary == "cli" else typed, own[field])
     for close in get_close_matches(name, meanings, n=1, cutoff=CLOSE):
         return f"unknown name; did you mean {meanings[close]}?"
+    if not own:
+        return "unknown name; there is none here, leave it out"
     elsewhere = getattr(settings, "elsewhere", "").format(name=name)
     return f"unknown name; expected one of {', '.join(own.values())}{elsewhere}"
 
@@ -243,15 +246,49 @@ def describe_kind(kind: Mapping[str, Any]) -> str:
     return " ".join([NOUNS[kind.get("type", "object")], *[" and ".join(limits)] * bool(limits)])
 
 
+@cache
+def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settings]:
+    """Return the settings that are a function's parameters, with their types and defaults."""
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if name in left_out:
+            continue
+        kind = Any if parameter.annotation is parameter.empty else parameter.annotation
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (kind, default)
+    return pydantic.create_model("Parameters", __base__=Settings, **fields)
+
+
 # -------------------------------------------------------------------------------------- sampling
+
+DEFAULT_SAMPLER = "remask_loop"
+INFILL_SAMPLER = "confidence"
+DEFAULT_STEPS = 128  # of a plan
+DEFAULT_TEMPERATURE = 1.0
+DEFAULT_TOP_P = 0.82
 
 
 @runtime_checkable
-class BuiltSampler(Protocol):
-    """A sampler that is built already, as `adlm.build_sampler` returns it."""
+class NamedSampler(Protocol):
+    """A sampler that is built already, such as a plan."""
 
     @property
     def name(self) -> str: ...
+
+
+@runtime_checkable
+class MovingSampler(Protocol):
+    """A sampler that is built already and chooses its moves step by step."""
+
+    def move(self, view: Any, /) -> Any: ...
+
+
+BuiltSampler = NamedSampler | MovingSampler
+
+
+def name_sampler(sampler: BuiltSampler) -> str:
+    """Return the name of a sampler that is built already."""
+    return sampler.name if isinstance(sampler, NamedSampler) else type(sampler).__name__
 
 
 def read_values(value: Any) -> Any:
@@ -279,18 +316,33 @@ def list_texts(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def drop_empty(texts: Sequence[str]) -> tuple[str, ...]:
+    """Drop empty texts, in front of which every text would end."""
+    return tuple(text for text in texts if text)
+
+
 Built = Annotated[
-    SkipJsonSchema[pydantic.InstanceOf[BuiltSampler]],
-    pydantic.PlainSerializer(lambda sampler: sampler.name),
+    SkipJsonSchema[pydantic.InstanceOf[NamedSampler] | pydantic.InstanceOf[MovingSampler]],
+    pydantic.PlainSerializer(name_sampler),
 ]
-Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[
-    Sequence[Text],
+    Sequence[str],
     pydantic.BeforeValidator(list_texts, json_schema_input_type=str | list[str]),
-    pydantic.AfterValidator(tuple),
+    pydantic.AfterValidator(drop_empty),
 ]
 OptionValue = Annotated[int | float | bool | str, Field(union_mode="left_to_right")]
 Options = Annotated[Mapping[str, OptionValue], pydantic.BeforeValidator(read_values)]
+
+
+Temperature = NonNegativeFloat
+TopK = PositiveInt | None
+TopP = Annotated[float, Field(gt=0, le=1)]
+
+# The keys of stored texts, in this order; and what a description has in another form.
+DESCRIBED = ("temperature", "top_p", "top_k", "seed", "n", "block")
+NOT_DESCRIBED = ("max_new_tokens", "length", "steps", "sampler", "options", "do_sample", "batch")
+STEPS = f"Sampling steps; by default {DEFAULT_STEPS}, for confidence and margin one per token."
+SAMPLER = f"Sampler: ancestral, …; by default {DEFAULT_SAMPLER}, for holes {INFILL_SAMPLER}."
 
 
 class SamplingSettings(Settings):
@@ -332,17 +384,15 @@ class SamplingSettings(Settings):
     """Tokens of a text, including the prompt; by default the model's length."""
     n: PositiveInt = 1
     """Number of texts for each prompt or template."""
-    steps: PositiveInt | None = None
-    """Sampling steps; by default 128, for confidence and margin one per token."""
-    sampler: str | Built | None = None
-    """Sampler: ancestral, confidence, …; by default remask_loop, for holes confidence."""
+    steps: PositiveInt | None = Field(default=None, description=STEPS)
+    sampler: str | Built | None = Field(default=None, description=SAMPLER)
     options: Options | None = None
     """Options that only this sampler takes, such as eta=0.04."""
-    temperature: NonNegativeFloat = 1.0
+    temperature: Temperature = DEFAULT_TEMPERATURE
     """Softmax temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.82
+    top_p: TopP = DEFAULT_TOP_P
     """Nucleus: total probability of the tokens kept."""
-    top_k: PositiveInt | None = None
+    top_k: TopK = None
     """Number of likeliest tokens kept; by default all."""
     do_sample: bool = True
     """False sets the temperature to 0."""
@@ -362,6 +412,19 @@ class SamplingSettings(Settings):
         if isinstance(values, dict) and values.get("do_sample") is False:
             return values | {"temperature": 0.0}
         return values
+
+    def describe_texts(self) -> dict[str, Any]:
+        """Return what the texts follow from, besides their lengths and their sampler.
+
+        A setting of a later version is there only where it is not the default, so that what was
+        stored under these values is found again.
+        """
+        described = {name: getattr(self, name) for name in DESCRIBED}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name not in NOT_DESCRIBED and value != field.default:
+                described[name] = value
+        return described
 
     @pydantic.model_validator(mode="after")
     def check_lengths(self) -> Self:

@@ -109,7 +109,7 @@ def test_a_sampler_may_be_built_already() -> None:
         ("openai", {"max_tokens": 0}, "max_tokens=0: expected a whole number above 0; leave it out"),
         ("openai", {"max_new_tokens": 5}, "max_new_tokens=5: unknown name; did you mean max_tokens?"),
         ("openai", {"steps": "64"}, "steps='64': expected a whole number above 0"),
-        ("openai", {"stop": ["a", ""]}, "stop=['a', '']: expected a text or a list"),
+        ("openai", {"stop": ["a", 3]}, "stop=['a', 3]: expected a text or a list"),
         ("python", {"gen_length": 0}, "gen_length=0: expected a whole number above 0"),
         ("transformers", {"num_return_sequences": 0}, "num_return_sequences=0: expected"),
         ("diffusers", {"num_inference_steps": 0}, "num_inference_steps=0: expected"),

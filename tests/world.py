@@ -31,6 +31,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def as_settings(sampler: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a sampler with its steps and options as the settings of `LM.generate`."""
+    own = {name: value for name, value in options.items() if name != "steps"}
+    settings: dict[str, Any] = {"sampler": sampler, "steps": options.get("steps")}
+    return settings | {"options": own or None}
+
+
+SAMPLING = {name: as_settings(name, options) for name, options in OPTIONS.items()}
+
+
 def random_model(
     method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **changes: object
 ) -> LanguageModel:

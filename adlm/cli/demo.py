@@ -95,7 +95,10 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS, "top_p": TOP_P}
     request, sampling_began = lm.build_request(PROMPT, **settings), time.perf_counter()
     frames = (step.trajectory_frame() for step in lm.stream_request(request, guesses=3))
-    title, pause = f"{lm.name} · {request.settings['sampler']}", PAUSE if console.is_terminal else 0
+    title, pause = (
+        f"{lm.name} · {request.description['sampler']}",
+        PAUSE if console.is_terminal else 0,
+    )
     (seen,) = watch([frames], [title], console, steps=[request.steps], pause=pause)
     trajectories = [
         lm.build_trajectory(

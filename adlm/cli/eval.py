@@ -18,7 +18,7 @@ from adlm.bundled import DEFAULT
 from adlm.cli import options, output
 from adlm.cli.apps import add_app_commands
 from adlm.cli.text import parse_sampler_options
-from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
 if TYPE_CHECKING:
     from adlm.evaluate.results import EvalResult

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from adlm.bundled import DEFAULT
-from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_STEPS, INFILL_SAMPLER
+from adlm.settings import DEFAULT_SAMPLER, DEFAULT_STEPS, INFILL_SAMPLER
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 

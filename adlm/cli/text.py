@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options, output
-from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.errors import install_command
+from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, SamplingSettings
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class GenerationRun:
     def __str__(self) -> str:
         steps = "" if self.request.steps is None else f", {self.request.steps} steps"
         count = f"{len(self.output.texts)} text" + "s" * (len(self.output.texts) > 1)
-        nfe, seconds, seed = self.output.nfe, self.output.seconds, self.request.config.seed
+        nfe, seconds, seed = self.output.nfe, self.output.seconds, self.request.seed
         return f"{self.title}{steps}: {count}, NFE {nfe}, {seconds:.1f} s, seed {seed}"
 
 
@@ -201,7 +201,7 @@ def build_runs(
     place: dict[str, Any] = {"device": settings.device, "deterministic": settings.deterministic}
     lm = load(model or DEFAULT, **place)
     sampler = {name: getattr(settings, name) for name in ("sampler", "steps", "block")}
-    sampler |= parse_sampler_options(settings.option or [])
+    sampler["options"] = parse_sampler_options(settings.option or []) or None
     pairs = [(lm, sampler)]
     if (name := settings.compare) is not None:
         if name in SAMPLERS:  # without the first sampler's options
@@ -226,16 +226,14 @@ def build_runs(
     requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
     names = shorten_names([each.name for each, _ in pairs])
     return [
-        GenerationRun(each, request, f"{names[each.name]} · {request.settings['sampler']}")
+        GenerationRun(each, request, f"{names[each.name]} · {request.description['sampler']}")
         for (each, _), request in zip(pairs, requests)
     ]
 
 
 def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
     """Parse `--option name=value`: numbers, true and false."""
-    from adlm.text.generation import GenerationConfig
-
-    known, parsed = {each.name for each in fields(GenerationConfig)}, {}
+    known, parsed = SamplingSettings.model_fields, {}
     for each in values:
         name, sign, value = each.partition("=")
         if not sign or not name.isidentifier():

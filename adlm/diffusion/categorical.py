@@ -1,16 +1,13 @@
 """Token draws from logits in float64: temperature, top-k and top-p without sorting a vocabulary."""
 
-import math
-from dataclasses import dataclass
-from numbers import Real
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from adlm.errors import check_known
+from adlm.settings import SamplingSettings, Temperature, TopK, TopP, derive_settings
 
-NUCLEUS_RULES = ("usual", "lineage")
 CANDIDATE_SIZES = (
     1024,
     8192,
@@ -21,28 +18,19 @@ CANDIDATE_SIZES = (
 class SamplingParams:
     """How a token is drawn: temperature 0 is greedy; nucleus `lineage` keeps one token fewer than the usual top-p."""
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    nucleus: str = "usual"
+    temperature: Temperature = 1.0
+    top_k: TopK = None
+    top_p: TopP = 1.0
+    nucleus: Literal["usual", "lineage"] = "usual"
 
     def __post_init__(self) -> None:
-        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
-            if not isinstance(value, Real):
-                raise ValueError(f"{name} must be a number (1 changes nothing), got {value!r}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be 0 (take the likeliest token) or above, got {self.temperature}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p must be above 0 and at most 1 (keep everything), got {self.top_p}"
-            )
-        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
-            raise ValueError(
-                f"top_k must be a whole number from 1, or None to keep everything, got {self.top_k}"
-            )
-        check_known("nucleus", self.nucleus, NUCLEUS_RULES)
+        derive_settings(SamplingParams).parse("python", None, **vars(self))
+
+    @classmethod
+    def from_settings(cls, settings: SamplingSettings) -> Self:
+        """Return the part of settings that a draw takes."""
+        names = [field.name for field in fields(cls) if field.name in SamplingSettings.model_fields]
+        return cls(**{name: getattr(settings, name) for name in names})
 
 
 @dataclass(frozen=True)

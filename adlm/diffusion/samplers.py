@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adlm.defaults import DEFAULT_STEPS
 from adlm.diffusion import orders, plans
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, check_steps, confidence_remask_prob, mean_noise_level
@@ -22,6 +21,13 @@ from adlm.diffusion.sampling import (
     count_hiding_steps,
 )
 from adlm.registry import Registry, build
+from adlm.settings import (
+    DEFAULT_SAMPLER,
+    DEFAULT_STEPS,
+    SamplingSettings,
+    SettingsError,
+    derive_settings,
+)
 
 
 def rank_positions(scores: Tensor, is_hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,12 +225,73 @@ def takes_steps(sampler: str) -> bool:
     return "steps" in inspect.signature(SAMPLERS.resolve(sampler)).parameters
 
 
-def choose_steps(sampler: str, steps: int | None, hidden: int) -> int:
-    """Return a sampler's steps: by default DEFAULT_STEPS; confidence and margin reveal one hidden token a step."""
+def choose_sampler(
+    settings: SamplingSettings,
+    *,
+    hidden: int,
+    default: str = DEFAULT_SAMPLER,
+    allow_import: bool = False,
+) -> tuple[Plan | Order, dict[str, Any]]:
+    """Build the sampler for rows of at most `hidden` hidden tokens, and describe it."""
+    sampler = default if settings.sampler is None else settings.sampler
+    if not isinstance(sampler, str):
+        return use_built(sampler, settings)
+    factory = SAMPLERS.resolve(sampler, allow_import=allow_import)
+    is_built = not inspect.isroutine(factory) and not inspect.isclass(factory)
+    if is_built:
+        return use_built(factory, settings)
+    options = read_options(sampler, factory, settings)
+    if "steps" in inspect.signature(factory).parameters:
+        options = {"steps": choose_steps(factory, settings.steps, hidden), **options}
+    elif settings.steps is not None:
+        raise SettingsError({"steps": settings.steps}, f"{sampler} chooses its own; leave it out")
+    return factory(**options), {"sampler": sampler, **options}
+
+
+def use_built(sampler: object, settings: SamplingSettings) -> tuple[Plan | Order, dict[str, Any]]:
+    """Check that a sampler which is built already stands alone, and describe it."""
+    if not isinstance(sampler, Plan | Order):
+        expected = "expected a name, or a plan or an order as adlm.build_sampler returns it"
+        raise SettingsError({"sampler": sampler}, f"{expected}; leave it out for the default")
+    own = {"steps": settings.steps, "options": settings.options}
+    given = {name: value for name, value in own.items() if value is not None}
+    if given:
+        raise SettingsError(given, "the sampler is built already, with its own; leave it out")
+    steps = {"steps": len(sampler)} if isinstance(sampler, Plan) else {}
+    return sampler, {"sampler": sampler.name, **steps}
+
+
+def read_options(
+    name: str, factory: Callable[..., Any], settings: SamplingSettings
+) -> dict[str, Any]:
+    """Check a sampler's own options by the parameters of its function, and return them."""
+    options = dict(settings.options or {})
+    if "steps" in options:
+        raise SettingsError({"options": options}, "steps is a setting; give it outside of options")
+    try:
+        checked = derive_settings(factory, "steps").parse("python", None, **options)
+    except SettingsError as error:
+        raise SettingsError({"options": options}, f"of {name}, {error}") from None
+    return {option: getattr(checked, option) for option in options}
+
+
+def choose_steps(factory: Callable[..., Any], steps: int | None, hidden: int) -> int:
+    """Return the steps: by default DEFAULT_STEPS; confidence and margin reveal one token a step."""
     if steps is not None:
         return steps
-    is_order = SAMPLERS.resolve(sampler) in (orders.confidence, orders.margin)
-    return hidden if is_order else DEFAULT_STEPS
+    return hidden if factory in (orders.confidence, orders.margin) else DEFAULT_STEPS
+
+
+def refuse_samplers(settings: SamplingSettings) -> None:
+    """Raise for settings that a causal model does not have."""
+    names = ("sampler", "steps", "options", "block")
+    given = {name: getattr(settings, name) for name in names}
+    if given["sampler"] == "left_to_right":
+        del given["sampler"]
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        problem = "a causal model generates from left to right, a token a step; leave it out"
+        raise SettingsError(given, problem)
 
 
 def build_sampler(name: str, **options: Any) -> Plan | Order:

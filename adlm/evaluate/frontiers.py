@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.defaults import DEFAULT_TOP_P
 from adlm.diffusion.samplers import takes_steps
 from adlm.evaluate.cache import (
     ProgressCallback,
@@ -25,6 +24,7 @@ from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
+from adlm.settings import DEFAULT_TOP_P
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, GeneratedRow
 from adlm.training.distributed import get_device_name

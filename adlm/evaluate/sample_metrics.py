@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
-from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.errors import install_command
 from adlm.evaluate.cache import (
     Cache,
@@ -39,6 +38,7 @@ from adlm.evaluate.scorer import (
 )
 from adlm.evaluate.stats import estimate_ratio
 from adlm.files import hash_file, write_atomically
+from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
@@ -465,15 +465,15 @@ def samples(
     if model is not None:
         n = NUM_SAMPLES if n is None else n
         request = model.build_request(
-            n=n, seed=seed, batch=batch, **sampling, **(sampler_options or {})
+            n=n, seed=seed, batch=batch, options=sampler_options or None, **sampling
         )
-        require_two(request.config.n, "generate a hundred or more")
+        require_two(request.settings.n, "generate a hundred or more")
         generated = generate_samples(model, request, cache)
         if out is not None and (context is None or context.is_main):
             lines = [json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in generated]
             write_atomically(Path(out) / "samples.jsonl", b"".join(lines))
         selected = [each["text"] for each in generated]
-        about = {"model": model.name, "n": request.config.n, **describe_samples(model, request)}
+        about = {"model": model.name, "n": request.settings.n, **describe_samples(model, request)}
         about["nfe"] = sum(each["nfe"] for each in generated) / len(generated)
     else:
         assert texts is not None
@@ -544,7 +544,7 @@ def generate_samples(lm: LM, request: GenerationRequest, cache: Cache) -> list[S
         request.layouts,
         lm.tokenizer.eos_id,
     )
-    keys = [f"sample-{base}-{number}" for number in range(request.config.n)]
+    keys = [f"sample-{base}-{number}" for number in range(request.settings.n)]
     missing = [number for number, key in enumerate(keys) if key not in cache]
 
     def generate(numbers: Sequence[int]) -> dict[str, Sample]:
@@ -560,13 +560,13 @@ def generate_samples(lm: LM, request: GenerationRequest, cache: Cache) -> list[S
                 tokens = tokens[: tokens.index(eos_id)]
             sample = {
                 "number": number,
-                "seed": request.config.seed,
+                "seed": request.seed,
                 "text": layout.text(ids[: len(layout)]),
             }
             batch[keys[number]] = sample | {"tokens": tokens, "nfe": nfe}
         return batch
 
-    own, size = missing[cache.rank :: cache.world_size], request.config.batch
+    own, size = missing[cache.rank :: cache.world_size], request.settings.batch
     batches = (generate(own[first : first + size]) for first in range(0, len(own), size))
     return cache.fill(keys, batches, "generating")
 
@@ -574,7 +574,7 @@ def generate_samples(lm: LM, request: GenerationRequest, cache: Cache) -> list[S
 def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:
     """Everything that a sample follows from, except its number."""
     settings = {
-        name: value for name, value in request.settings.items() if name not in ("n", "model")
+        name: value for name, value in request.description.items() if name not in ("n", "model")
     }
     settings |= {"prompt": "".join(span.text for span in request.layouts[0].spans)}
     settings |= {"weights_sha256": hash_weights(lm.model), "tokenizer_sha256": lm.tokenizer.sha256}

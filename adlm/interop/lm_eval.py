@@ -15,11 +15,10 @@ from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
 from adlm.errors import install_command
 from adlm.likelihood import MAX_ENUMERATED
+from adlm.settings import SamplingSettings
 from adlm.text.generation import (
-    GenerationConfig,
     GenerationRequest,
     check_whole_numbers,
-    choose_sampler,
 )
 from adlm.text.lm import LM, load
 from adlm.text.templates import TEXT, Layout, tokenize_piece
@@ -95,7 +94,7 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
         is_given = tuple(not scored for scored in row.is_scored)
         layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
     request = GenerationRequest(
-        layouts, GenerationConfig(batch=batch), sampler, SamplingParams(temperature=0), {}
+        layouts, SamplingSettings(batch=batch), sampler, SamplingParams(temperature=0), {}
     )
     return [
         tuple(each.ids) == row.ids
@@ -131,8 +130,8 @@ class AdlmLM(HarnessModel):
             max_gen_toks,
         )
         self.sampler, self.steps, self.options = sampler, steps, options
-        choose_sampler(
-            sampler, steps, options, is_causal=self.lm.row_format.is_causal, fills=False, hidden=1
+        self.lm.choose_sampler(
+            SamplingSettings.parse("python", sampler=sampler, steps=steps, options=options or None)
         )
 
     @classmethod
@@ -212,6 +211,7 @@ class AdlmLM(HarnessModel):
         parts = [(key, part) for key, group in groups.items() for part in _split(group, self.batch)]
         for (settings, repeat), part in tqdm(parts, "texts", disable=disable_tqdm):
             options = dict(settings) | {"seed": self.seed + repeat, "batch": self.batch}
+            options["options"] = self.options or None
             request = self.lm.build_request([parsed[place][0] for place in part], **options)
             for place, row in zip(part, self.lm.run_request(request).rows, strict=True):
                 texts[place] = truncate_at(row.pieces[-1][0], parsed[place][1])
@@ -256,7 +256,7 @@ class AdlmLM(HarnessModel):
                 steps = tokens
         settings: dict[str, Any] = {"max_new_tokens": tokens, "sampler": sampler, "steps": steps}
         settings |= {"temperature": temperature, "top_p": float(kwargs.get("top_p") or 1.0)}
-        settings |= {"top_k": kwargs.get("top_k"), **self.options}
+        settings |= {"top_k": kwargs.get("top_k")}
         return context, until, tuple(settings.items())
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
-from adlm.diffusion.samplers import build_sampler, choose_steps, takes_steps
+from adlm.diffusion.samplers import choose_sampler, refuse_samplers
 from adlm.generate import Predictor, stream_tokens
 from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
+from adlm.settings import SamplingArguments, SamplingSettings
 
+UNSEEDED = SamplingSettings(seed=None)
 STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")
 DEFAULTS = {
     "method": "adlm",
@@ -121,27 +122,20 @@ class AdlmPreTrainedModel(PreTrainedModel):
     def generate(
         self,
         input_ids: Tensor,
-        max_new_tokens: int | None = None,
         *,
         attention_mask: Tensor | None = None,
-        sampler: str | None = None,
-        steps: int | None = None,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_p: float = DEFAULT_TOP_P,
-        top_k: int | None = None,
-        do_sample: bool = True,
-        seed: int | None = None,
-        block: int | None = None,
-        num_return_sequences: int = 1,
         streamer: Any = None,
-        **options: Any,
+        **changes: Unpack[SamplingArguments],
     ) -> Tensor:
         """Continue the rows of input_ids and fill their mask tokens; return them with the new tokens, padded left.
 
-        By default a row is as long as the model allows, or where it has mask tokens, as it is. The sampler takes its
-        own options (eta, bound, …). Without a seed, one is drawn from torch's global generator. A model of whole
-        documents puts the end token after the new tokens instead of after the prompt.
+        The settings are those of `SamplingSettings` under transformers' names. By default a row is as long as the model
+        allows, or where it has mask tokens, as it is. Without a seed, one is drawn from torch's global generator. A
+        model of whole documents puts the end token after the new tokens instead of after the prompt.
         """
+        settings = SamplingSettings.parse("transformers", UNSEEDED, **changes)
+        seed = int(torch.randint(2**62, ())) if settings.seed is None else settings.seed
+        n, max_new_tokens = settings.n, settings.max_new_tokens
         shape, config = self.model.config, self.config
         eos, pad = config.eos_token_id, config.pad_token_id
         is_framed = config.rows == "documents" and not shape.is_causal and eos is not None
@@ -161,8 +155,8 @@ class AdlmPreTrainedModel(PreTrainedModel):
             )
         hole = input_ids.new_full((max_new_tokens,), 0 if shape.mask_id is None else shape.mask_id)
         end = input_ids.new_full((int(is_framed),), eos if is_framed else 0)
-        numbers = torch.arange(num_return_sequences).repeat(len(rows))
-        rows = [torch.cat([row, hole, end]) for row in rows for _ in range(num_return_sequences)]
+        numbers = torch.arange(n).repeat(len(rows))
+        rows = [torch.cat([row, hole, end]) for row in rows for _ in range(n)]
         positions = torch.arange(max(map(len, rows)))
         lengths = torch.tensor([len(row) for row in rows])[:, None]
         is_new = (positions >= lengths - len(hole) - len(end)) & (positions < lengths - len(end))
@@ -170,14 +164,11 @@ class AdlmPreTrainedModel(PreTrainedModel):
             rows, batch_first=True, padding_value=int(shape.mask_id == 0)
         )  # nothing reads the padding
         is_free = is_new if shape.is_causal else is_new | (xt.cpu() == shape.mask_id)
-        if not shape.is_causal:
-            sampler = sampler or DEFAULT_SAMPLER
-            if steps is not None or takes_steps(sampler):
-                options["steps"] = choose_steps(sampler, steps, int(is_free.sum(-1).max()))
-        elif sampler is not None or steps is not None or options:
-            raise ValueError(
-                "a causal model samples from left to right: leave sampler, steps and their options out"
-            )
+        if shape.is_causal:
+            refuse_samplers(settings)
+            sampler = None
+        else:
+            sampler, _ = choose_sampler(settings, hidden=int(is_free.sum(-1).max()))
         kinds = is_free.long() if is_framed else torch.where(is_new, 2, 1)
         banned = torch.zeros(
             3, shape.vocab_size, dtype=torch.bool
@@ -188,14 +179,14 @@ class AdlmPreTrainedModel(PreTrainedModel):
             # In memory of its own: sums round by the alignment of their addresses, and so would tokens.
             Predictor(copy.deepcopy(self.model).eval(), self.device, self.dtype, is_compiled=False),
             xt,
-            None if sampler is None else build_sampler(sampler, **options),
-            seed=int(torch.randint(2**62, ())) if seed is None else seed,
+            sampler,
+            seed=seed,
             rows=numbers,
-            sampling=SamplingParams(temperature if do_sample else 0.0, top_k, top_p),
+            sampling=SamplingParams.from_settings(settings),
             is_fixed=~is_free,
             valid=None if bool((positions < lengths).all()) else positions < lengths,
             limits=TokenLimits(kinds, banned),
-            block=block,
+            block=settings.block,
         )
         tokens = show_frames(frames, rows[0][: int(is_free[0].long().argmax())], streamer).tokens
         if (

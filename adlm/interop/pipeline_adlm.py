@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.settings import SamplingArguments, SamplingSettings
 
 
 @dataclass
@@ -40,27 +40,36 @@ class AdlmPipeline(DiffusionPipeline):
             f"save pipe.model and pipe.tokenizer into {save_directory}; {remedy}"
         )
 
+    def read_scheduler(self, generator: torch.Generator | None) -> SamplingSettings:
+        """Return the settings that are the scheduler's, with the generator's seed."""
+        config = self.scheduler.config
+        return SamplingSettings(
+            sampler=config.sampler,
+            steps=config.steps,
+            options=config.options or None,
+            seed=None if generator is None else generator.initial_seed() % 2**63,
+        )
+
     @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] = "",
-        max_new_tokens: int | None = None,
-        num_inference_steps: int | None = None,
+        *,
         generator: torch.Generator | None = None,
-        num_texts_per_prompt: int = 1,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_p: float = DEFAULT_TOP_P,
-        top_k: int | None = None,
-        block_length: int | None = None,
         output_type: str = "text",
         return_dict: bool = True,
         callback_on_step_end: Callable[..., Any] | None = None,
+        **changes: Unpack[SamplingArguments],
     ) -> AdlmPipelineOutput | tuple[Tensor, list[str] | None]:
-        """Continue each prompt, or fill its mask tokens, by the generator's seed; `callback_on_step_end(pipeline, step,
-        timestep, {"canvas": tokens})` sees the canvas (B, L) after every step."""
+        """Continue each prompt, or fill its mask tokens, by the generator's seed.
+
+        The settings are those of `SamplingSettings` under diffusers' names; the scheduler has the sampler.
+        `callback_on_step_end(pipeline, step, timestep, {"canvas": tokens})` sees the canvas (B, L) after every step.
+        """
+        settings = SamplingSettings.parse("diffusers", self.read_scheduler(generator), **changes)
         if output_type not in ("text", "seq"):
             raise ValueError(f"output_type is {output_type!r}: expected text or seq")
-        config, call = self.scheduler.config, callback_on_step_end
+        call = callback_on_step_end
 
         def put_frame(frame: Any) -> None:
             if call is not None:
@@ -71,18 +80,9 @@ class AdlmPipeline(DiffusionPipeline):
         )
         sequences = self.model.generate(
             inputs.input_ids.to(self.model.device),
-            max_new_tokens,
             attention_mask=inputs.attention_mask.to(self.model.device),
-            sampler=config.sampler,
-            steps=num_inference_steps or config.steps,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=None if generator is None else generator.initial_seed() % 2**63,
-            block=block_length,
-            num_return_sequences=num_texts_per_prompt,
             streamer=None if call is None else SimpleNamespace(put_frame=put_frame),
-            **(config.options or {}),
+            **settings.to_keywords("transformers"),
         )
         texts = (
             self.tokenizer.batch_decode(sequences, skip_special_tokens=True)

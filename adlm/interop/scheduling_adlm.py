@@ -9,12 +9,12 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementSchedulerOutput
 from torch import Tensor
 
-from adlm.defaults import DEFAULT_SAMPLER
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame, denoise
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.samplers import build_sampler, choose_steps, takes_steps
+from adlm.diffusion.samplers import choose_sampler, takes_steps
+from adlm.settings import DEFAULT_SAMPLER, SamplingSettings
 
 BLOCK_STRIDE = 1 << 32  # between the seeds of two blocks
 
@@ -112,12 +112,13 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         self.block, self.steps_done = self.block + 1, 0
         is_fixed = (canvas != mask_id) if prompt_mask is None else prompt_mask.expand(canvas.shape)
         self.is_free = ~is_fixed.cpu()
-        name, options = self.settings.sampler, dict(self.settings.options or {})
-        if takes_steps(name):
-            options["steps"] = choose_steps(
-                name, self.num_inference_steps, int((canvas == mask_id).sum(-1).max())
-            )
-        self.sampler = build_sampler(name, **options)
+        name = self.settings.sampler
+        settings = SamplingSettings(
+            sampler=name,
+            steps=self.num_inference_steps if takes_steps(name) else None,
+            options=self.settings.options or None,
+        )
+        self.sampler, _ = choose_sampler(settings, hidden=int((canvas == mask_id).sum(-1).max()))
         banned = torch.zeros(1, vocab, dtype=torch.bool)
         banned[0, [*(self.settings.banned_token_ids or []), mask_id]] = True
         assert self.seed is not None

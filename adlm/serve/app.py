@@ -30,7 +30,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.exceptions import HTTPException
 
 from adlm import __version__
-from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.diffusion.samplers import SAMPLERS
 from adlm.errors import suggest_names
 from adlm.serve.engine import (
@@ -51,7 +50,14 @@ from adlm.serve.protocol import (
     StreamOptions,
     describe_draft,
 )
-from adlm.text.generation import SHARED_SETTINGS, GenerationRequest
+from adlm.settings import (
+    DEFAULT_TEMPERATURE,
+    DEFAULT_TOP_P,
+    SamplingSettings,
+    SettingsError,
+    list_own_names,
+)
+from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.view.player import read_asset
 
@@ -85,9 +91,6 @@ GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
 )
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 KINDS |= dict.fromkeys((500, 503), "server_error")
-SHARED_FIELDS = [
-    name for name in SHARED_SETTINGS if name in InfillBody.model_fields
-]  # that all requests can have
 SHUTDOWN = "the server is shutting down: retry later"
 
 
@@ -149,10 +152,10 @@ async def answer_exception(request: Request, error: Exception) -> Response:
         missing = f"there is no {request.url.path}: use /v1/completions, or see /docs for all paths"
         message = missing if error.detail == "Not Found" else str(error.detail)
         return answer_error(error.status_code, message, dict(error.headers or {}))
-    message = str(error).replace(", ".join(SHARED_SETTINGS), ", ".join(SHARED_FIELDS))
-    return answer_error(
-        400, message.replace("max_new_tokens", "max_tokens")
-    )  # the API's name of it
+    if isinstance(error, SettingsError):
+        error = error.rename(list_own_names(SamplingSettings, "openai"))
+        return answer_error(400, str(error), param=next(iter(error.values)))
+    return answer_error(400, str(error))
 
 
 class EngineCollector:
@@ -266,7 +269,10 @@ class Answer:
             "object": "infill" if self.is_infill else "text_completion",
             "created": int(time.time()),
         }
-        self.head |= {"model": model, **{key: request.settings[key] for key in ("sampler", "seed")}}
+        self.head |= {
+            "model": model,
+            **{key: request.description[key] for key in ("sampler", "seed")},
+        }
         self.readers = [body.make_reader(layout) for layout, _ in request.rows]
         self.nfe, self.skipped = [0] * len(self.readers), set[int]()
 

@@ -295,7 +295,7 @@ def record_logprobs(rows: Sequence[Row], tokens: Tensor, logits: Tensor, index: 
 def build_columns(rows: Sequence[Row], predictor: Predictor) -> dict[str, Tensor]:
     """Return the columns of rows that have not begun: they stand before their first window."""
     ids, is_fixed, kinds = stack_layouts([row.layout for row in rows], predictor.device)
-    block = torch.tensor([row.request.config.block or NO_BLOCK for row in rows])
+    block = torch.tensor([row.request.settings.block or NO_BLOCK for row in rows])
     zero = torch.zeros(len(rows), dtype=torch.int64)
     columns = {
         "xt": ids,
@@ -317,7 +317,7 @@ def describe_row(row: Row) -> dict[str, Any]:
     sampler = row.request.sampler
     numbers: dict[str, Any] = {
         "length": len(row.layout),
-        "seed": row.request.config.seed,
+        "seed": row.request.seed,
         "number": row.number,
     }
     numbers |= {"steps": 0, "remask_end": 0, "by_confidence": False, "bound": 0.0}
@@ -395,7 +395,7 @@ class _CausalGroup:
     def __init__(self, predictor: Predictor, rows: Sequence[Row]) -> None:
         self.all_rows, self.live = list(rows), torch.arange(len(rows))
         self.length = torch.tensor([len(row.layout) for row in rows])
-        seeds = torch.tensor([row.request.config.seed for row in rows])
+        seeds = torch.tensor([row.request.seed for row in rows])
         self.frames = denoise_rows(
             predictor, rows[0].request, [(row.layout, row.number) for row in rows], seeds=seeds
         )

@@ -71,12 +71,12 @@ class EngineLimits:
     def check_request(self, request: GenerationRequest) -> None:
         """Raise if a request exceeds the limits of one."""
         steps = request.steps
-        if steps is None and "steps" in request.settings:  # every block takes all of them
+        if steps is None and "steps" in request.description:  # every block takes all of them
             blocks = -(
-                -max(len(layout) for layout in request.layouts) // (request.config.block or 1)
+                -max(len(layout) for layout in request.layouts) // (request.settings.block or 1)
             )
-            steps = request.settings["steps"] * blocks
-        self.check_size(len(request.layouts) * request.config.n, steps)
+            steps = request.description["steps"] * blocks
+        self.check_size(len(request.layouts) * request.settings.n, steps)
 
 
 @dataclass

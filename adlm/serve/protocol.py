@@ -1,7 +1,6 @@
 """The bodies of requests, in OpenAI's form and with our settings, and the text of answers."""
 
 import re
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from adlm.diffusion.samplers import SAMPLERS
 from adlm.serve.engine import RowFrame
 from adlm.text import templates
 from adlm.text.generation import GenerationRequest
@@ -47,20 +47,14 @@ class SamplingSettings(StrictBody):
     sampler: str | None = None
     steps: int | None = Field(None, ge=1)
     block: int | None = Field(None, ge=1)
-    eta: float | None = None
-    t_on: float | None = None
-    t_off: float | None = None
-    alpha_on: float | None = None
-    bound: float | None = None
-    compat: bool | None = None
+    options: dict[str, int | float | bool | str] | None = None
 
     def read_settings(self) -> dict[str, Any]:
         """Return the settings that are given, with a seed."""
         given = {name: getattr(self, name) for name in SamplingSettings.model_fields}
-        return {
-            "seed": secrets.randbits(32),
-            **{name: value for name, value in given.items() if value is not None},
-        }
+        if self.sampler is not None:
+            SAMPLERS.resolve(self.sampler)  # a request never imports one
+        return {"seed": None, **{name: value for name, value in given.items() if value is not None}}
 
 
 class StreamOptions(StrictBody):
@@ -249,7 +243,7 @@ def describe_draft(frame: RowFrame, request: GenerationRequest) -> dict[str, Any
             ]
             for each in frame.stream_step.trajectory_frame().tokens
         ]
-    return draft | ({"settings": request.settings} if frame.is_done else {})
+    return draft | ({"settings": request.description} if frame.is_done else {})
 
 
 class TextReader:

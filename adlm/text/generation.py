@@ -1,22 +1,20 @@
 """Generation requests, checked before anything is sampled: the rows, with a length for every hole, and the sampler."""
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Self, TypedDict, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P, INFILL_SAMPLER
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
-from adlm.diffusion.samplers import SAMPLERS, build_sampler, choose_steps
 from adlm.generate import Predictor
+from adlm.settings import SamplingSettings, SettingsError
 from adlm.text.templates import (
     Hole,
     Layout,
@@ -27,12 +25,7 @@ from adlm.text.templates import (
     tokenize_piece,
 )
 
-DEFAULT_BATCH = 16  # rows that are sampled at a time
 Templates = Template | Sequence[Template]
-Method = TypeVar("Method", bound=Callable[..., Any])
-# Names of transformers, diffusers and LLaDA.
-ALIASES = {"num_return_sequences": "n", "num_inference_steps": "steps"}
-ALIASES |= {"gen_length": "max_new_tokens", "block_length": "block"}
 MAX_NEIGHBORS = 4  # given tokens on each side of a hole that are scored
 MAX_ROWS = 64  # evaluated at a time
 # The prior of n tokens is n ** -LENGTH_PENALTY. Without it holes are too long: distant tokens say little about each
@@ -40,116 +33,35 @@ MAX_ROWS = 64  # evaluated at a time
 LENGTH_PENALTY = 2.0
 
 
-class GenerationSettings(TypedDict, total=False):
-    """The settings of `generate`, `infill`, `stream` and `record`; `GenerationConfig` has the defaults."""
-
-    max_new_tokens: int | None
-    length: int | None
-    n: int
-    steps: int | None
-    sampler: str | None
-    temperature: float
-    top_p: float
-    top_k: int | None
-    seed: int
-    block: int | None
-    batch: int
-    # Options that only some samplers take.
-    eta: float  # remask_cap, remask_rescale, remask_loop: the remasking probability or its scale
-    t_on: float  # remask_loop: the time at which the loop starts
-    t_off: float  # remask_loop: the time at which it ends
-    alpha_on: float  # remask_loop: the share of visible tokens in it
-    bound: float  # entropy_bounded: nats
-    compat: bool  # plans: the lineage's time grid, last step and nucleus
-    # Other libraries' names.
-    num_return_sequences: int  # n
-    num_inference_steps: int  # steps
-    gen_length: int  # max_new_tokens
-    block_length: int  # block
-    do_sample: bool  # False: temperature 0
-
-
-@dataclass(frozen=True)
-class GenerationConfig:
-    """The settings of a request; `options` are those that only its sampler takes."""
-
-    max_new_tokens: int | None = None
-    length: int | None = None
-    n: int = 1
-    steps: int | None = None
-    sampler: str | None = None
-    temperature: float = DEFAULT_TEMPERATURE
-    top_p: float = DEFAULT_TOP_P
-    top_k: int | None = None
-    seed: int = 0
-    block: int | None = None
-    batch: int = DEFAULT_BATCH
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a config of settings, in which other libraries' names may be, and check the numbers."""
-        options = dict(settings)
-        for alias, name in ALIASES.items():
-            if alias in options:
-                if (value := options.get(name)) is not None:
-                    raise ValueError(
-                        f"{name}={value} and {alias}={options[alias]} are one setting: give {name} alone"
-                    )
-                options[name] = options.pop(alias)
-        if (do_sample := options.pop("do_sample", None)) is not None and not do_sample:
-            options["temperature"] = 0.0
-        known = {name: options.pop(name) for name in (*SHARED_SETTINGS, "steps") if name in options}
-        config = cls(**known, options=options)
-        counts = ("max_new_tokens", "n", "batch", "steps", "block")
-        check_whole_numbers(1, **{name: getattr(config, name) for name in counts})
-        check_whole_numbers(0, seed=config.seed)
-        if config.length is not None and config.max_new_tokens is not None:
-            given = f"length={config.length} and max_new_tokens={config.max_new_tokens}"
-            raise ValueError(f"{given}: the first counts the prompt, the second does not: give one")
-        return config
-
-
-def list_settings(method: Method) -> Method:
-    """Show the settings with their defaults in a method's signature, instead of `**settings` alone."""
-    signature = inspect.signature(method)
-    *own, rest = signature.parameters.values()
-    shown = [
-        each
-        for each in inspect.signature(GenerationConfig).parameters.values()
-        if each.name != "options"
-    ]
-    names = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shown]
-    vars(method)["__signature__"] = signature.replace(parameters=[*own, *names, rest])
-    return method
-
-
-SHARED_SETTINGS = tuple(
-    each.name for each in fields(GenerationConfig) if each.name not in ("steps", "options")
-)
-
-
 @dataclass(frozen=True)
 class GenerationRequest:
     """Rows to fill and how their tokens are sampled."""
 
     layouts: list[Layout]
-    config: GenerationConfig
+    settings: SamplingSettings
     sampler: Plan | Order | None
     sampling: SamplingParams
-    settings: dict[str, Any]  # as `GenerationOutput` has them
+    description: dict[str, Any]  # of the run, as `GenerationOutput.settings` has it
 
     @property
     def rows(self) -> list[tuple[Layout, int]]:
         """Every row's layout and its number among the n of its prompt."""
-        return [(layout, number) for layout in self.layouts for number in range(self.config.n)]
+        return [(layout, number) for layout in self.layouts for number in range(self.settings.n)]
+
+    @property
+    def seed(self) -> int:
+        """The seed, which `build_request` draws where none was given."""
+        assert self.settings.seed is not None
+        return self.settings.seed
 
     @property
     def steps(self) -> int | None:
         """The number of steps, where it is known: block by block, every block takes its own."""
-        if self.config.block is not None:
+        if self.settings.block is not None:
             return None
-        return len(self.sampler) if isinstance(self.sampler, Plan) else self.settings.get("steps")
+        return (
+            len(self.sampler) if isinstance(self.sampler, Plan) else self.description.get("steps")
+        )
 
 
 @dataclass(frozen=True)
@@ -188,13 +100,10 @@ class RowFormat:
         self, prompt: str, length: int | None = None, max_new_tokens: int | None = None
     ) -> Layout:
         """Lay a prompt and the tokens after it out: `length` in all or `max_new_tokens`, by default as many as fit."""
-        if length is not None and (
-            not isinstance(length, Integral) or not 1 <= length <= self.longest
-        ):
-            row = f"this model's rows have {self.row} tokens, {self.row - self.longest} of which begin or end a text"
-            raise ValueError(
-                f"length must be a whole number between 1 and {self.longest}, got {length}: {row}"
-            )
+        if length is not None and length > self.longest:
+            ends = f"{self.row} tokens, {self.row - self.longest} of which begin or end a text"
+            expected = f"expected at most {self.longest}, this model's rows have {ends}"
+            raise SettingsError({"length": length}, f"{expected}; make it smaller")
         taken = self.count_prompt_tokens(prompt)
         length = self.longest if length is None else length
         if taken >= length:
@@ -204,9 +113,11 @@ class RowFormat:
             problem = f"the prompt {shorten(prompt)} has {taken} tokens and the text is to have {length} in all"
             raise ValueError(f"{problem}, the prompt's among them: {larger}make the prompt shorter")
         if max_new_tokens is not None and max_new_tokens > length - taken:
-            problem = f"max_new_tokens is {max_new_tokens} and the prompt {shorten(prompt)} has {taken} tokens"
-            remedy = f"use max_new_tokens up to {length - taken}, or a shorter prompt"
-            raise ValueError(f"{problem}: this model's texts have at most {length}; {remedy}")
+            expected = f"expected at most {length - taken} after the {taken} tokens of the prompt"
+            problem = f"{expected} {shorten(prompt)}, this model's texts have at most {length}"
+            raise SettingsError(
+                {"max_new_tokens": max_new_tokens}, f"{problem}; make it smaller, or the prompt"
+            )
         return self.build_layout(
             parse_template((prompt, Hole.of_length(max_new_tokens or length - taken)))
         )
@@ -303,32 +214,10 @@ def find_neighbors(layout: Layout, number: int) -> list[int]:
     return left[-MAX_NEIGHBORS:] + right[:MAX_NEIGHBORS]
 
 
-def choose_sampler(
-    name: str | None,
-    steps: int | None,
-    options: Mapping[str, Any],
-    *,
-    is_causal: bool,
-    fills: bool,
-    hidden: int,
-) -> tuple[Plan | Order | None, dict[str, Any]]:
-    """Build a sampler and return its settings too. The default for holes is confidence."""
-    if is_causal:
-        if name not in (None, "left_to_right") or steps is not None or options:
-            given = name or ", ".join(["steps"] * (steps is not None) + list(options))
-            raise ValueError(
-                f"a causal model generates from left to right, a token a step: leave {given} out"
-            )
-        return None, {"sampler": "left_to_right"}
-    name = name or (INFILL_SAMPLER if fills else DEFAULT_SAMPLER)
-    own = inspect.signature(SAMPLERS.resolve(name)).parameters
-    if unknown := [option for option in options if option not in own]:
-        known = [f"{each} (of {name})" for each in own] + list(SHARED_SETTINGS)
-        raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(known)}")
-    if "steps" in own:
-        steps = choose_steps(name, steps, hidden)
-    settings = {**({} if steps is None else {"steps": steps}), **options}
-    return build_sampler(name, **settings), {"sampler": name, **settings}
+def cut_text(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the first of some others."""
+    ends = [text.find(each) for each in stop]
+    return text[: min((end for end in ends if end >= 0), default=len(text))]
 
 
 def as_list(value: Any, kind: str = "text") -> list[Any]:

@@ -1,6 +1,7 @@
 """A trained model with its tokenizer: `load` one, then generate, fill in, stream and score text."""
 
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,19 +25,22 @@ from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import OBJECTIVES
-from adlm.diffusion.plans import mean_noise_level
+from adlm.diffusion.orders import Order
+from adlm.diffusion.plans import Plan, mean_noise_level
+from adlm.diffusion.samplers import choose_sampler, refuse_samplers
 from adlm.errors import suggest_names
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
 from adlm.likelihood import TokenNats, estimate_token_nats
 from adlm.models.methods import METHODS
-from adlm.text import generation
-from adlm.text.generation import (
-    GenerationConfig,
-    GenerationRequest,
-    GenerationSettings,
-    RowFormat,
-    Templates,
+from adlm.settings import (
+    DEFAULT_SAMPLER,
+    INFILL_SAMPLER,
+    SamplingArguments,
+    SamplingSettings,
+    SettingsError,
 )
+from adlm.text import generation
+from adlm.text.generation import GenerationRequest, RowFormat, Templates
 from adlm.text.templates import WORD, Layout, Template, classify_tokens
 from adlm.view.trajectory import (
     GIVEN,
@@ -61,15 +65,20 @@ class GeneratedRow:
     layout: Layout
     ids: list[int]
     nfe: int
+    # Texts before the first of which a generated piece ends.
+    stop: Sequence[str] = field(default=(), kw_only=True)
 
     @property
     def text(self) -> str:
-        return self.layout.text(self.ids)
+        return "".join(text for text, _ in self.pieces)
 
     @property
     def pieces(self) -> list[tuple[str, bool]]:
         """The pieces of the text, and whether each was given; together they are the text."""
-        return self.layout.pieces(self.ids)
+        return [
+            (text if is_given else generation.cut_text(text, self.stop), is_given)
+            for text, is_given in self.layout.pieces(self.ids)
+        ]
 
 
 class GenerationOutput(list[str]):
@@ -230,7 +239,7 @@ class LMEngine:
     @cached_property
     def predictor(self) -> Predictor:
         """The model, prepared for sampling."""
-        fixed_batch = generation.DEFAULT_BATCH if self.deterministic else None
+        fixed_batch = SamplingSettings().batch if self.deterministic else None
         return compile_for_sampling(
             self.model, self.device, fixed_batch=fixed_batch, is_compiled=False
         )
@@ -238,31 +247,24 @@ class LMEngine:
     def build_request(
         self,
         prompt: Prompts = "",
+        settings: SamplingSettings | None = None,
         *,
         template: Templates | None = None,
-        **settings: Unpack[GenerationSettings],
+        **changes: Unpack[SamplingArguments],
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        config, is_causal = GenerationConfig.from_settings(settings), self.row_format.is_causal
-        sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
-        if is_causal and config.block is not None:
-            raise ValueError(
-                f"block={config.block}: a causal model generates from left to right; leave block out"
-            )
-        given = config.sampler, config.steps, config.options
-        choose = partial(
-            generation.choose_sampler, *given, is_causal=is_causal, fills=template is not None
-        )
+        settings = SamplingSettings.parse("python", settings, **changes)
+        if settings.seed is None:
+            settings = settings.model_copy(update={"seed": secrets.randbits(32)})
+        choose = partial(self.choose_sampler, settings, is_filling=template is not None)
         choose(hidden=1)  # raises before a network chooses the lengths of holes
         if template is None:
-            lengths = config.length, config.max_new_tokens
+            lengths = settings.length, settings.max_new_tokens
             layouts = [
                 self.row_format.layout_prompt(text, *lengths) for text in generation.as_list(prompt)
             ]
-        elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
-            raise ValueError(
-                "a template sets all positions: leave prompt, length and max_new_tokens out"
-            )
+        elif prompt != "" or settings.length or settings.max_new_tokens or settings.stop:
+            raise ValueError("a template sets all positions: leave prompt, lengths and stop out")
         else:
             predictor = partial(getattr, self, "predictor")  # made when a length is to be chosen
             templates = generation.as_list(template, "template")
@@ -271,19 +273,26 @@ class LMEngine:
             raise ValueError(
                 "there is nothing to generate: give a prompt (it may be empty) or a template, or a list"
             )
-        sampler, sampler_settings = choose(
-            hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-        )
-        described = {"model": self.name, "method": self.method, **sampler_settings}
-        described |= {
-            name: getattr(config, name)
-            for name in ("temperature", "top_p", "top_k", "seed", "n", "block")
-        }
+        hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
+        sampler, described = choose(hidden=hidden)
+        described = {"model": self.name, "method": self.method, **described}
+        described |= settings.describe_texts()
         described |= {"device": str(self.device)}
         described |= {
             "length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)
         }
-        return GenerationRequest(layouts, config, sampler, sampling, described)
+        sampling = SamplingParams.from_settings(settings)
+        return GenerationRequest(layouts, settings, sampler, sampling, described)
+
+    def choose_sampler(
+        self, settings: SamplingSettings, *, is_filling: bool = False, hidden: int = 1
+    ) -> tuple[Plan | Order | None, dict[str, Any]]:
+        """Build the sampler and describe it; a causal model has none."""
+        if self.row_format.is_causal:
+            refuse_samplers(settings)
+            return None, {"sampler": "left_to_right"}
+        default = INFILL_SAMPLER if is_filling else DEFAULT_SAMPLER
+        return choose_sampler(settings, hidden=hidden, default=default, allow_import=True)
 
     def run_request(self, request: GenerationRequest, start: int = 0) -> GenerationOutput:
         """Generate a request's texts from number `start` on, a batch at a time."""
@@ -291,7 +300,7 @@ class LMEngine:
             time.perf_counter(),
             request.rows[start:],
             [],
-            request.config.batch,
+            request.settings.batch,
         )
         for first in range(0, len(todo), batch):
             part = todo[first : first + batch]
@@ -301,8 +310,9 @@ class LMEngine:
             for (layout, _), ids, nfe in zip(
                 part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True
             ):
-                rows.append(GeneratedRow(layout, ids[: len(layout)], nfe))
-        return GenerationOutput(rows, time.perf_counter() - started, request.settings)
+                stop = request.settings.stop
+                rows.append(GeneratedRow(layout, ids[: len(layout)], nfe, stop=stop))
+        return GenerationOutput(rows, time.perf_counter() - started, request.description)
 
     def stream_request(
         self, request: GenerationRequest, guesses: int = 0, *, count: int | None = None
@@ -346,15 +356,16 @@ class LMEngine:
     ) -> Trajectory:
         """Collect the frames of a request's first text."""
         guesser = "anchor network" if self.model.anchor is not None else "network"
-        title = title or f"{self.name} · {request.settings['sampler']}"
-        return Trajectory(title, tuple(frames), seconds, request.settings, guesser)
+        title = title or f"{self.name} · {request.description['sampler']}"
+        return Trajectory(title, tuple(frames), seconds, request.description, guesser)
 
 
 class LM(LMEngine):
     """A trained model with its tokenizer, as `adlm.load` returns it.
 
     `max_new_tokens` counts the tokens after the prompt, `length` the prompt's too; by default a text is as long as the
-    model allows. `GenerationSettings` lists all settings, also in the names of transformers, diffusers and LLaDA.
+    model allows. `SamplingSettings` has all settings, which are given as one object, by name, or both; the names of
+    transformers, diffusers and LLaDA are taken too.
     """
 
     def __repr__(self) -> str:
@@ -363,49 +374,52 @@ class LM(LMEngine):
         size = count_parameters(self.model.config)
         return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
-    @generation.list_settings
     def generate(
-        self, prompt: Prompts = "", **settings: Unpack[GenerationSettings]
+        self,
+        prompt: Prompts = "",
+        settings: SamplingSettings | None = None,
+        **changes: Unpack[SamplingArguments],
     ) -> GenerationOutput:
         """Generate `n` texts that begin with the prompt, or with each of several prompts."""
-        return self.run_request(self.build_request(prompt, **settings))
+        return self.run_request(self.build_request(prompt, settings, **changes))
 
-    @generation.list_settings
     def infill(
-        self, template: Templates, **settings: Unpack[GenerationSettings]
+        self,
+        template: Templates,
+        settings: SamplingSettings | None = None,
+        **changes: Unpack[SamplingArguments],
     ) -> GenerationOutput:
         """Fill the holes of templates such as "The ___ sat on the ___{2}."; the settings are those of `generate`
-        without lengths."""
-        return self.run_request(self.build_request(template=template, **settings))
+        without lengths and stop."""
+        return self.run_request(self.build_request("", settings, template=template, **changes))
 
-    @generation.list_settings
     def stream(
         self,
         prompt: Prompts = "",
+        settings: SamplingSettings | None = None,
         *,
         template: Templates | None = None,
         guesses: int = 0,
-        **settings: Unpack[GenerationSettings],
+        **changes: Unpack[SamplingArguments],
     ) -> Iterator[StreamStep]:
         """Yield the texts of `generate` or `infill` after every step, with the anchor network's likeliest tokens."""
-        return self.stream_request(
-            self.build_request(prompt, template=template, **settings), guesses
-        )
+        request = self.build_request(prompt, settings, template=template, **changes)
+        return self.stream_request(request, guesses)
 
-    @generation.list_settings
     def record(
         self,
         prompt: str = "",
+        settings: SamplingSettings | None = None,
         *,
         template: Template | None = None,
         title: str = "",
         guesses: int = 3,
-        **settings: Unpack[GenerationSettings],
+        **changes: Unpack[SamplingArguments],
     ) -> Trajectory:
         """Record one text at every step, for a notebook, `adlm.write_player` or `adlm.write_gif`."""
-        request = self.build_request(prompt, template=template, **settings)
-        if request.config.n > 1:
-            raise ValueError(f"n is {request.config.n}: one text is recorded; leave n out")
+        request = self.build_request(prompt, settings, template=template, **changes)
+        if request.settings.n > 1:
+            raise SettingsError({"n": request.settings.n}, "one text is recorded; leave it out")
         started = time.perf_counter()
         frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
         return self.build_trajectory(
@@ -478,13 +492,13 @@ def denoise_rows(
         predictor,
         xt,
         request.sampler,
-        seed=request.config.seed if seeds is None else seeds,
+        seed=request.seed if seeds is None else seeds,
         rows=torch.tensor([number for _, number in rows]),
         sampling=request.sampling,
         is_fixed=is_fixed,
         valid=None if bool(valid.all()) else valid,
         limits=TokenLimits(kinds, classify_tokens(layouts[0].tokenizer).banned),
-        block=request.config.block,
+        block=request.settings.block,
     )
     if not with_start:
         return frames

@@ -10,7 +10,7 @@ import pytest
 import adlm
 from adlm.bundled import DEFAULT
 from adlm.cli.text import parse_sampler_options
-from adlm.defaults import DEFAULT_SAMPLER
+from adlm.settings import DEFAULT_SAMPLER
 from adlm.view.console import escape_controls
 from tests.cli.terminal import (
     answer_json,
@@ -151,12 +151,15 @@ def test_a_prompt_from_stdin() -> None:
     ("options", "message"),
     [
         (("--sampler", "best"), "unknown sampler 'best'"),
-        (("--top-p", "2"), "top_p must be above 0 and at most 1"),
-        (("--length", "33"), "between 1 and 31, got 33"),
+        (("--top-p", "2"), "expected a number above 0 and at most 1"),
+        (("--length", "33"), "=33: expected at most 31"),
         (("--option", "eta"), "--option 'eta': give name=value, such as eta=0.04"),
         (("--option", "eta=much"), "'much' is not a number, true or false"),
         (("--option", "seed=3"), "see --help for --seed"),
-        (("--sampler", "ancestral", "--option", "bound=1"), "unknown setting 'bound'"),
+        (
+            ("--sampler", "ancestral", "--option", "bound=1"),
+            "of ancestral, bound=1.0: unknown name; expected one of compat",
+        ),
         (("--compare", "better"), "--compare 'better' is neither a sampler (ancestral,"),
         (("--device", "abacus"), "device 'abacus' is not one of"),
         (("--gif", "a.png"), "does not end in .gif: call it a.gif"),
@@ -179,7 +182,12 @@ def test_errors_of_models(tmp_path: Path) -> None:
         invoke("sample", "novel"), "there is no model 'novel'", "a run folder", f"one of {DEFAULT}"
     )
     assert_error(invoke("sample", tmp_path), "neither a run folder nor a model folder")
-    assert_error(invoke("sample", trained("ar"), "--sampler", "ancestral"), "leave ancestral out")
+    assert_error(
+        invoke("sample", trained("ar"), "--sampler", "ancestral"),
+        "ancestral",
+        "left to right",
+        "leave it out",
+    )
 
 
 def test_an_output_file_is_checked_before_the_model(tmp_path: Path) -> None:

@@ -137,12 +137,12 @@ def test_impossible_tokens_are_never_drawn():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be 0"),
-        ({"temperature": float("nan")}, "temperature must be 0"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"top_p": 1.1}, "top_p must be above 0"),
-        ({"top_k": 0}, "top_k must be a whole number from 1"),
-        ({"nucleus": "top"}, "usual, lineage"),
+        ({"temperature": -0.1}, "temperature=.*: expected a number at least 0"),
+        ({"temperature": float("nan")}, "temperature=.*: expected a number at least 0"),
+        ({"top_p": 0.0}, "top_p=.*: expected a number above 0 and at most 1; .*1.0"),
+        ({"top_p": 1.1}, "top_p=.*: expected a number above 0 and at most 1; .*1.0"),
+        ({"top_k": 0}, "top_k=0: expected a whole number above 0"),
+        ({"nucleus": "top"}, "nucleus='top': expected one of usual, lineage"),
     ],
 )
 def test_settings_out_of_range_are_refused(wrong, message):

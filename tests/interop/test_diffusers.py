@@ -16,7 +16,7 @@ from adlm import LM
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.orders import entropy, entropy_bounded, next_positions
 from tests.text.models import lm as small_lm
-from tests.world import OPTIONS
+from tests.world import OPTIONS, SAMPLING
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
@@ -142,12 +142,10 @@ def test_our_pipeline_continues_fills_and_calls_back(small: tuple[LM, Path, Any]
 
     generator = torch.Generator().manual_seed(3)
     output = pipe(PROMPT, max_new_tokens=NEW, generator=generator, callback_on_step_end=callback)
-    expected = lm.generate(
-        PROMPT, max_new_tokens=NEW, seed=3, sampler="remask_cap", **OPTIONS["remask_cap"]
-    )
+    expected = lm.generate(PROMPT, max_new_tokens=NEW, seed=3, **SAMPLING["remask_cap"])
     assert output.texts == expected.texts and len(canvases) == 6
     sequences, texts = pipe(
-        PROMPT, NEW, num_inference_steps=3, output_type="seq", return_dict=False
+        PROMPT, max_new_tokens=NEW, num_inference_steps=3, output_type="seq", return_dict=False
     )
     assert sequences.shape[-1] == len(PROMPT) + 1 + NEW and texts is None
     (text,) = pipe("a<|mask|><|mask|>b", generator=generator).texts
@@ -180,7 +178,7 @@ if sys.argv[2] == "without":
 import torch, diffusers
 pipe = diffusers.DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
 ids = pipe.tokenizer("It was", return_tensors="pt").input_ids
-texts = pipe("It was", 12, num_inference_steps=16, generator=torch.Generator().manual_seed(4)).texts
+texts = pipe("It was", max_new_tokens=12, num_inference_steps=16, generator=torch.Generator().manual_seed(4)).texts
 print(json.dumps([type(pipe).__name__, pipe.model(ids).logits[0, :, :50].tolist(), ids.tolist(), texts]))
 """
 

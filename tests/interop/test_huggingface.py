@@ -22,7 +22,7 @@ import adlm
 from adlm import LM
 from adlm.cli.main import app
 from tests.text.models import lm as small_lm
-from tests.world import OPTIONS
+from tests.world import SAMPLING
 
 transformers = pytest.importorskip("transformers")
 huggingface = import_module("adlm.interop.huggingface")
@@ -89,16 +89,14 @@ def test_generate_gives_the_tokens_of_adlm(exported: tuple[LM, Path]) -> None:
     lm, folder = exported
     model = auto_class(lm).from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    names = [""] if lm.row_format.is_causal else ["", *OPTIONS]  # "": the default
+    names = [""] if lm.row_format.is_causal else ["", *SAMPLING]  # "": the default
     if len(names) > 1 and lm.model.config.vocab_size > 1000:  # small vocabularies try all
         names = ["remask_loop", "confidence"]
     again = adlm.load(folder, device="cpu")
     prompts = ["it was", "a dark and stormy"]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     for seed, name in enumerate(names):
-        settings = {"max_new_tokens": 9, "seed": seed} | (
-            {"sampler": name} | OPTIONS[name] if name else {}
-        )
+        settings = {"max_new_tokens": 9, "seed": seed} | (SAMPLING[name] if name else {})
         expected = lm.generate(prompts, n=2, **settings)
         tokens = model.generate(**inputs, num_return_sequences=2, **settings)
         for row, ours in zip(tokens, expected.rows, strict=True):
@@ -200,20 +198,29 @@ def test_holes_are_filled(prose: Path) -> None:
 def test_generate_refuses_wrong_settings(exported: tuple[LM, Path]) -> None:
     lm, folder = exported
     model, tokens = auto_class(lm).from_pretrained(folder), torch.ones(1, 3, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match="leave sampler" if lm.row_format.is_causal else "option 'tau'"
-    ):
+    with pytest.raises(ValueError, match=r"tau=0.5: unknown name; .* options={'tau': …}"):
         model.generate(tokens, max_new_tokens=2, tau=0.5)
-    with pytest.raises(ValueError, match=r"leave sampler|option 'steps'"):
+    with pytest.raises(ValueError, match=r"tau=0.5: unknown name|a causal model generates"):
+        model.generate(tokens, max_new_tokens=2, options={"tau": 0.5})
+    with pytest.raises(ValueError, match=r"first_hitting chooses its own|a causal model generates"):
         model.generate(tokens, max_new_tokens=2, sampler="first_hitting", steps=3)
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(
+        ValueError, match=r"num_return_sequences=0: expected a whole number above 0"
+    ):
+        model.generate(tokens, num_return_sequences=0)
+    with pytest.raises(ValueError, match=r"at most"):
         model.generate(tokens, max_new_tokens=1000)
     with pytest.raises(ValueError, match="must be shorter"):
         model.generate(torch.ones(1, 100, dtype=torch.int64))
     torch.manual_seed(1)
-    first, second = model.generate(tokens, 9), model.generate(tokens, 9)
+    first, second = (
+        model.generate(tokens, max_new_tokens=9),
+        model.generate(tokens, max_new_tokens=9),
+    )
     torch.manual_seed(1)
-    assert torch.equal(model.generate(tokens, 9), first) and not torch.equal(first, second)
+    assert torch.equal(model.generate(tokens, max_new_tokens=9), first) and not torch.equal(
+        first, second
+    )
 
 
 class Recorder(transformers.TextDiffusionStreamer):

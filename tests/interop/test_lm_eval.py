@@ -247,7 +247,7 @@ def test_a_context_that_does_not_fit_keeps_its_end(caplog: pytest.LogCaptureFixt
     [
         ({"draws": 0}, "draws must be a whole number from 1"),
         ({"sampler": "oracle"}, "oracle"),
-        ({"eta": 0.1, "sampler": "ancestral"}, "unknown setting 'eta'"),
+        ({"eta": 0.1, "sampler": "ancestral"}, "of ancestral, eta=0.1: unknown name"),
         ({"batch_size": 0}, "batch_size"),
         ({"pretrained": "novel"}, "there is no model 'novel'"),
     ],

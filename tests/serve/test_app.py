@@ -249,7 +249,7 @@ BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"prompt": [[]]}, None), ({"prompt": [10**30]}, None), ({"prompt": [-1]}, None), ({"prompt": [65] * 999}, None),
     ({"prompt": [65], "max_tokens": 999}, None), ({"prompt": [65], "suffix": "x"}, None), ({"guesses": 99}, "guesses"),
     ({"stop": ["x"] * 17}, "stop"),
-    ({"eta": 0.1, "sampler": "margin"}, None),
+    ({"eta": 0.1}, "eta"), ({"options": {"eta": 0.1}, "sampler": "margin"}, "options"),
     ({"max_tokens": 10**9}, None), ({"min_tokens": 3}, None), ([], None), (None, None), ({"\ud800": 1}, None),
     ({"prompt": "\ud800"}, None), ({"body": 1}, "body"), ({"seed": 10**300}, "seed"),
     ({"suffix": "x", "max_tokens": 10**9}, None),
@@ -274,14 +274,14 @@ def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
     for body, message in (
         ({"max_tokens": "3"}, "field max_tokens has '3': expected a valid integer"),
         ({"stop": ["x"] * 17}, "List should have at most 16 items"),
-        ({"prompt": "the", "max_tokens": 999}, "max_tokens is 999"),
+        ({"prompt": "the", "max_tokens": 999}, "max_tokens=999: expected at most "),
         ({"prompt": ["the"] * 100_000}, "100000 texts, at most 128"),
         ({"temprature": 1}, "unknown field 'temprature' (did you mean temperature?): correct it"),
         ({"stream_options": {"include_usages": True}}, "(did you mean include_usage?)"),
         ({"steps": 100_000}, "100000 steps, at most 4096 are allowed"),
         (
-            {"eta": 0.1, "sampler": "margin"},
-            "one of steps (of margin), n, sampler, temperature, top_p, top_k, seed, block",
+            {"options": {"eta": 0.1}, "sampler": "margin"},
+            "options={'eta': 0.1}: of margin, eta=0.1: unknown name; there is none here",
         ),
     ):
         assert message in client.post("/v1/completions", json=body).json()["error"]["message"]

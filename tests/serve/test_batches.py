@@ -2,7 +2,6 @@
 
 import random
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from adlm.serve.batches import CausalBatch, MaskedBatch, Row
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import denoise_rows
 from tests.text.models import lm
-from tests.world import OPTIONS
+from tests.world import SAMPLING
 
 ORDERS = ("first_hitting", "confidence", "margin", "entropy_bounded")
 Outcome = tuple[list[int], int, int]  # tokens, NFE, frames
@@ -22,17 +21,14 @@ def build_requests(model: LM) -> list[GenerationRequest]:
     """Requests with every sampler, whole and block by block, and various lengths, seeds and sampling parameters."""
     rng = random.Random(0)
     requests = []
-    for name, options in OPTIONS.items():
+    for name, sampling in SAMPLING.items():
         for block in (None, 5):
-            settings: dict[str, Any] = {
-                "sampler": name,
-                "block": block,
-                "seed": rng.randrange(1000),
-                **options,
-            }
+            settings = {"block": block, "seed": rng.randrange(1000), **sampling}
             settings |= {"temperature": rng.choice([0, 0.7, 1]), "top_p": rng.choice([0.9, 1.0])}
             settings |= {"top_k": rng.choice([None, 5]), "n": rng.choice([1, 2])}
-            settings |= {} if name in ORDERS else {"compat": rng.choice([False, True])}
+            if name not in ORDERS:
+                compat = {"compat": rng.choice([False, True])}
+                settings["options"] = (sampling["options"] or {}) | compat
             if block is None:
                 requests.append(
                     model.build_request(
@@ -129,7 +125,7 @@ def test_settled_text_does_not_change() -> None:
             assert ids[:settled] == final[row][0][:settled]
             assert not done or settled == len(row.layout)
             if not done and settled > row.layout.is_fixed.index(False):
-                early.add(row.request.settings["sampler"])
+                early.add(row.request.description["sampler"])
         batch.keep(~result.is_done)
     assert {"ancestral", "ddpm", "confidence", "first_hitting"} <= early
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlencode
 import pytest
 
 from adlm import LM
-from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.settings import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.view.trajectory import Trajectory
 from tests.browser import emulate_media, open_browser, read_console, read_requests
 from tests.text.models import lm

@@ -6,7 +6,7 @@ import pytest
 
 from adlm import LM
 from tests.text.models import lm, rigged, tokenizer
-from tests.world import OPTIONS
+from tests.world import SAMPLING
 
 BYTES = tokenizer("bytes")
 EOS = BYTES.eos_id
@@ -22,12 +22,12 @@ def find_eos(row: list[int]) -> list[int]:
     return [place for place, token in enumerate(row) if token == EOS]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_document_has_the_requested_length(name: str) -> None:
     """Between BOS and EOS, which stand nowhere else, however likely the model finds EOS."""
     model, sampling = (
         rigged("adlm", {EOS: 30.0}, rows="documents"),
-        {"sampler": name, **OPTIONS[name]},
+        SAMPLING[name],
     )
     for length in (1, 9, 62):
         ids, texts = last_tokens(model, prompt="", length=length, n=2, **sampling)

@@ -13,9 +13,15 @@ import torch
 
 import adlm
 from adlm import Hole, checkpoint
-from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
-from adlm.diffusion.samplers import SAMPLERS
+from adlm.diffusion.plans import ancestral
+from adlm.diffusion.samplers import SAMPLERS, build_sampler
 from adlm.models.language_model import LanguageModel
+from adlm.settings import (
+    DEFAULT_SAMPLER,
+    DEFAULT_TEMPERATURE,
+    DEFAULT_TOP_P,
+    SamplingSettings,
+)
 from adlm.text.lm import LM
 from tests.text.models import lm, tokenizer, wrap
 
@@ -32,27 +38,35 @@ def assert_refused(call: Callable[[], object], *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ({"length": 63}, ("between 1 and 62", "got 63", "64 tokens, 2 of which begin or end")),
-        ({"length": 9.5}, ("whole number", "got 9.5")),
+        ({"length": 63}, ("length=63", "at most 62", "64 tokens, 2 of which begin or end", "smaller")),
+        ({"length": 9.5}, ("length=9.5", "a whole number above 0", "leave it out")),
         ({"prompt": "x" * 70}, ("'xxx", "has 70 tokens", "62 in all", "make the prompt shorter")),
         ({"prompt": "hello", "length": 5}, ("'hello'", "5 tokens", "make length larger (at most 62)")),
         ({"prompt": []}, ("nothing to generate", "give a prompt")),
         ({"prompt": 5}, ("a text is a string", "got 5")),
         ({"prompt": "a\ud800b"}, ("character 1", "\\ud800", "surrogate", "errors='replace'")),
         ({"sampler": "magic"}, ("unknown sampler 'magic'", ", ".join(SAMPLERS))),
-        ({"temperature": -0.5}, ("temperature", "0 (take the likeliest token) or above", "-0.5")),
-        ({"top_p": None}, ("top_p must be a number (1 changes nothing)", "None")),
-        ({"n": 0}, ("n must be a whole number from 1", "got 0")),
-        ({"steps": 2.0}, ("steps must be a whole number", "2.0")),
-        ({"block": 0}, ("block must be a whole number from 1", "got 0")),
-        ({"seed": -1}, ("seed must be a whole number from 0", "got -1")),
-        ({"sampler": "ancestral", "eta": 0.1}, ("unknown setting 'eta'", "steps (of ancestral)", "temperature, top_p")),
-        ({"temprature": 0.1}, ("unknown setting 'temprature'", f"(of {DEFAULT_SAMPLER})", "steps", "temperature")),
-        ({"sampler": "remask_loop", "temprature": 1}, ("'temprature'", "(of remask_loop)", "eta", "temperature")),
-        ({"sampler": "first_hitting", "steps": 5}, ("'steps'", "first_hitting")),
-        ({"prompt": "hello", "length": 9, "max_new_tokens": 4}, ("length=9", "max_new_tokens=4", "give one")),
-        ({"prompt": "hello", "max_new_tokens": 58}, ("max_new_tokens is 58", "at most 62", "up to 57")),
-        ({"max_new_tokens": 4, "gen_length": 5}, ("max_new_tokens=4 and gen_length=5", "give max_new_tokens alone")),
+        ({"sampler": Path("a.py")}, ("sampler=PosixPath('a.py')", "expected a name", "adlm.build_sampler")),
+        ({"sampler": ancestral(4), "steps": 8}, ("steps=8", "built already", "leave it out")),
+        ({"sampler": ancestral(4), "options": {"a": 1}}, ("options={'a': 1}", "built already")),
+        ({"temperature": -0.5}, ("temperature=-0.5", "a number at least 0", "default (1.0)")),
+        ({"top_p": None}, ("top_p=None", "a number above 0 and at most 1")),
+        ({"n": 0}, ("n=0", "a whole number above 0")),
+        ({"steps": 2.0}, ("steps=2.0", "a whole number")),
+        ({"block": 0}, ("block=0", "a whole number above 0")),
+        ({"seed": -1}, ("seed=-1", "a whole number at least 0")),
+        ({"eta": 0.1}, ("eta=0.1", "unknown name", "steps", "options={'eta': …}")),
+        ({"temprature": 0.1}, ("temprature=0.1", "did you mean temperature?")),
+        ({"sampler": "ancestral", "options": {"eta": 0.1}}, ("of ancestral, eta=0.1", "expected one of compat")),
+        ({"options": {"eta": 0.1, "steps": 3}}, ("'steps': 3", "steps is a setting", "outside of options")),
+        ({"options": {"t_om": 0.1}}, (f"of {DEFAULT_SAMPLER}, t_om=0.1", "did you mean t_on?")),
+        ({"options": {"eta": "a"}}, ("eta='a'", "expected a number", "default (0.02)")),
+        ({"options": {"eta": 2.0}}, ("eta must be between 0 and 1",)),
+        ({"sampler": "first_hitting", "steps": 5}, ("steps=5", "first_hitting", "leave it out")),
+        ({"sampler": "first_hitting", "options": {"a": 5}}, ("of first_hitting, a=5", "leave it out")),
+        ({"prompt": "hello", "length": 9, "max_new_tokens": 4}, ("length=9", "max_new_tokens=4", "leave one out")),
+        ({"prompt": "hello", "max_new_tokens": 58}, ("max_new_tokens=58", "at most 57", "at most 62", "smaller")),
+        ({"max_new_tokens": 4, "gen_length": 5}, ("max_new_tokens=4 and gen_length=5", "leave the other out")),
     ],
 )  # fmt: skip
 def test_errors_of_generate(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
@@ -92,15 +106,17 @@ CAUSAL = lm("a2r")
 @pytest.mark.parametrize(
     ("call", "parts"),
     [
-        (lambda: FRAMED.stream("a", template="a ___"), ("leave prompt, length and max_new_tokens out",)),
+        (lambda: FRAMED.stream("a", template="a ___"), ("leave prompt, lengths and stop out",)),
+        (lambda: FRAMED.infill("a ___", stop="."), ("leave prompt, lengths and stop out",)),
+        (lambda: FRAMED.record("a", n=2), ("n=2", "one text is recorded", "leave it out")),
         (lambda: FRAMED.stream(guesses=257), ("between 0 and 256", "got 257")),
         (lambda: Hole(13), ("___{13,12}", "write ___{12,13}")),
         (lambda: CAUSAL.infill("The ___ sat"), ("'The ___{1,12} sat'", "text after a hole", "masked model")),
         (lambda: CAUSAL.infill("___ ___{2}"), ("text after a hole",)),
-        (lambda: CAUSAL.generate(sampler="remask_loop"), ("left to right", "leave remask_loop out")),
-        (lambda: CAUSAL.generate(steps=4), ("left to right", "leave steps out")),
-        (lambda: CAUSAL.generate(eta=0.1), ("leave eta out",)),
-        (lambda: CAUSAL.generate(block=4), ("block=4", "left to right", "leave block out")),
+        (lambda: CAUSAL.generate(sampler="remask_loop"), ("sampler='remask_loop'", "left to right", "leave it out")),
+        (lambda: CAUSAL.generate(steps=4), ("steps=4", "left to right", "leave it out")),
+        (lambda: CAUSAL.generate(options={"eta": 0.1}), ("options={'eta': 0.1}", "leave it out")),
+        (lambda: CAUSAL.generate(block=4), ("block=4", "left to right", "leave it out")),
         (lambda: lm("ar", "bare"), ("no BOS token", "name bos_token")),
         (lambda: FRAMED.score([]), ("no text to score", "give one")),
         (lambda: FRAMED.score(""), ("has 0 tokens", "give more text")),
@@ -155,8 +171,11 @@ def test_names_and_numbers_of_other_libraries_are_accepted() -> None:
 
 
 def test_the_output_is_a_sequence_of_texts_with_settings() -> None:
-    given: dict[str, Any] = {"steps": 2, "eta": 0.1, "seed": 3, "temperature": 0.5, "n": 2}
-    output = FRAMED.generate(["a", "b"], max_new_tokens=3, sampler="remask_loop", **given)
+    given: dict[str, Any] = {"steps": 2, "seed": 3, "temperature": 0.5, "n": 2}
+    own = {"eta": 0.1}
+    output = FRAMED.generate(
+        ["a", "b"], max_new_tokens=3, sampler="remask_loop", options=own, **given
+    )
     assert len(output) == 4 and list(output) == output.texts and output[0] == output.texts[0]
     assert output[1:3] == output.texts[1:3] and output.texts[3] in output
     assert (
@@ -164,7 +183,7 @@ def test_the_output_is_a_sequence_of_texts_with_settings() -> None:
         and output.seconds > 0
         and str(output) == "\n\n".join(output.texts)
     )
-    settings = given | {"sampler": "remask_loop", "top_p": DEFAULT_TOP_P, "length": 4}
+    settings = given | own | {"sampler": "remask_loop", "top_p": DEFAULT_TOP_P, "length": 4}
     assert settings.items() <= output.settings.items()
     defaults = {
         "sampler": DEFAULT_SAMPLER,
@@ -253,20 +272,52 @@ def test_damaged_files_are_named(
         adlm.load(folder)
 
 
-def test_signatures_list_the_settings() -> None:
-    for method in (LM.generate, LM.infill, LM.stream, LM.record):
-        shown = inspect.signature(method).parameters
-        assert {"max_new_tokens", "n", "steps", "sampler", "seed"} <= set(shown)
-        assert (
-            shown["top_p"].default == DEFAULT_TOP_P
-            and shown["top_p"].kind is inspect.Parameter.KEYWORD_ONLY
-        )
-        assert shown["temperature"].default == DEFAULT_TEMPERATURE
+def test_settings_are_given_as_one_object_by_name_or_both() -> None:
+    settings = SamplingSettings(length=9, steps=3, seed=5)
+    by_name = FRAMED.generate("a", length=9, steps=3, seed=5)
+    assert FRAMED.generate("a", settings).texts == by_name.texts
+    assert FRAMED.generate("a", settings, seed=6, max_new_tokens=None).settings["seed"] == 6
+    holes = FRAMED.infill("a ___{4} b", SamplingSettings(steps=2))
+    assert holes.texts == FRAMED.infill("a ___{4} b", steps=2).texts
+    *_, last = FRAMED.stream("a", settings)
+    assert last.texts == by_name.texts
+    assert FRAMED.record("a", settings).settings == by_name.settings
+
+
+def test_a_seed_that_is_left_to_chance_is_told() -> None:
+    first, second = (FRAMED.generate("a", length=20, steps=3, seed=None) for _ in range(2))
+    assert first.settings["seed"] != second.settings["seed"]
+    again = FRAMED.generate("a", length=20, steps=3, seed=first.settings["seed"])
+    assert again.texts == first.texts
+
+
+def test_a_sampler_may_be_built_already() -> None:
+    by_name = FRAMED.generate("a", length=20, sampler="ancestral", steps=4)
+    built = FRAMED.generate("a", length=20, sampler=ancestral(4))
+    assert built.texts == by_name.texts and built.settings == by_name.settings
+    order = FRAMED.generate("a", length=20, sampler=build_sampler("first_hitting"))
+    assert order.texts == FRAMED.generate("a", length=20, sampler="first_hitting").texts
+
+
+def test_a_text_ends_before_the_first_stop_text() -> None:
+    prompts = ["hello", "a b"]
+    whole = FRAMED.generate(prompts, max_new_tokens=30, n=4, steps=8)
+    generated = [row.pieces[-1][0] for row in whole.rows]
+    stop = [generated[0][7:9], generated[1][3], "hello"]  # the last is only in a prompt
+    cut = FRAMED.generate(prompts, max_new_tokens=30, n=4, steps=8, stop=stop)
+    shorter = 0
+    for before, row, text in zip(generated, cut.rows, cut.texts, strict=True):
+        prompt = row.pieces[0][0]
+        places = [before.find(each) for each in stop if each in before]
+        assert text == prompt + before[: min(places, default=None)]
+        shorter += bool(places)
+    assert shorter >= 2 and cut.settings["stop"] == tuple(stop)
+    assert FRAMED.generate("hello", max_new_tokens=30, n=4, steps=8, stop="").texts == whole[:4]
 
 
 def test_compat_has_the_nucleus_of_the_lineage_too() -> None:
     settings: dict[str, Any] = {"sampler": "ancestral", "steps": 8, "top_p": 0.5, "n": 2, "seed": 3}
-    request = WRAPPED.build_request(compat=True, **settings)
+    request = WRAPPED.build_request(options={"compat": True}, **settings)
     lineage = replace(request, sampling=replace(request.sampling, nucleus="lineage"))
     usual = replace(
         request, sampler=replace(request.sampler, fill_argmax=False)

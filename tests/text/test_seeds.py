@@ -9,7 +9,7 @@ from adlm import LM, Hole, SamplingParams
 from adlm.diffusion.categorical import draw
 from adlm.diffusion.samplers import SAMPLERS
 from tests.text.models import lm
-from tests.world import OPTIONS
+from tests.world import SAMPLING
 
 PROMPTS = ["", "The cat ", "Once upon a time"]
 TEMPLATES: list[Any] = [
@@ -52,7 +52,7 @@ BLOCKWISE = (
     ("name", "block"), [*((name, None) for name in SAMPLERS), *((name, 7) for name in BLOCKWISE)]
 )
 def test_masked_models(name: str, block: int | None) -> None:
-    sampling = {"sampler": name, "block": block, **OPTIONS[name]}
+    sampling = {"block": block, **SAMPLING[name]}
     texts = assert_same_texts(lm("adlm"), "prompt", PROMPTS, seed=5, **sampling)
     assert len(set(texts)) == len(texts), "texts of one prompt differ by their number"
     assert_same_texts(lm("adlm"), "template", TEMPLATES, seed=5, **sampling)

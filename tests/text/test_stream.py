@@ -12,7 +12,7 @@ from adlm.text.lm import MAX_COUNT, StreamStep
 from adlm.text.templates import BLOCK, classify_tokens
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
-from tests.world import OPTIONS
+from tests.world import SAMPLING
 
 STATES = {
     (True, True): HIDDEN,
@@ -35,14 +35,14 @@ def stream(model: LM, **settings: Any) -> list[StreamStep]:
     return list(model.stream(template=TEMPLATES, n=2, top_p=1.0, seed=4, **settings))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_trajectory_frames_agree_with_token_frames(name: str) -> None:
     model = lm("adlm", "bytes", "documents")
-    steps = stream(model, sampler=name, **OPTIONS[name])
+    steps = stream(model, **SAMPLING[name])
     assert [step.step for step in steps] == list(range(len(steps)))
-    request = model.build_request(template=TEMPLATES, sampler=name, **OPTIONS[name])
+    request = model.build_request(template=TEMPLATES, **SAMPLING[name])
     assert request.steps in (None, steps[-1].step)
-    blockwise = model.build_request(template=TEMPLATES, sampler=name, block=4, **OPTIONS[name])
+    blockwise = model.build_request(template=TEMPLATES, block=4, **SAMPLING[name])
     assert blockwise.steps is None, "a block takes all of the steps, so the whole takes more"
     seen = set()
     for row, layout in enumerate(steps[0].layouts):
@@ -159,7 +159,7 @@ def test_a_causal_model_is_streamed_without_guesses(method: str) -> None:
 
 
 def test_a_notebook_shows_a_trajectory_as_a_player() -> None:
-    with pytest.raises(ValueError, match="n is 3: one text is recorded"):
+    with pytest.raises(ValueError, match="n=3: one text is recorded"):
         lm("adlm").record(length=9, steps=2, n=3)
     html = lm("adlm").record(length=9, steps=2)._repr_html_()
     assert html.startswith("<iframe srcdoc=") and "&lt;script" in html and "<script" not in html

@@ -42,7 +42,13 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
     templates = [any_template(rng) for _ in range(COUNT)]
     model = lm("adlm", words, ROWS[words], length=256)
     known, special = model.tokenizer, classify_tokens(model.tokenizer).special
-    sampling = {"sampler": "remask_cap", "steps": 4, "eta": 0.5, "top_p": 1.0, "seed": 3}
+    sampling = {
+        "sampler": "remask_cap",
+        "steps": 4,
+        "options": {"eta": 0.5},
+        "top_p": 1.0,
+        "seed": 3,
+    }
     request = model.build_request(template=templates, **sampling)
     steps = list(model.stream_request(request))
     assert len(steps) == 5

@@ -293,10 +293,8 @@ def sample_rows(
     lm: LM, request: GenerationRequest, perturbation: Perturbation = NONE
 ) -> Iterator[TracedRow]:
     """Generate the rows of `lm.run_request(request)`, or the same with perturbed anchor features."""
-    perturbed = (
-        None if perturbation == NONE else PerturbedPredictor(lm, perturbation, request.config.seed)
-    )
-    batch = 1 if perturbed and lm.deterministic else request.config.batch
+    perturbed = None if perturbation == NONE else PerturbedPredictor(lm, perturbation, request.seed)
+    batch = 1 if perturbed and lm.deterministic else request.settings.batch
     for first in range(0, len(request.rows), batch):
         rows = request.rows[first : first + batch]
         if perturbed:

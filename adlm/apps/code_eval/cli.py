@@ -9,7 +9,7 @@ from typer import Option
 
 from adlm.cli import options, output
 from adlm.cli.eval import ModelArguments, OutFolder, TextLength, run_eval
-from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
 app = typer.Typer(cls=output.Commands, add_completion=False, rich_markup_mode="markdown")
 problem_option = partial(Option, rich_help_panel="Problems")

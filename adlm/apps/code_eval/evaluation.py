@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from adlm.apps.code_eval.sandbox import Limits, find_sandbox_problem, run_program
-from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.errors import import_extra
 from adlm.evaluate.cache import (
     Cache,
@@ -33,6 +32,7 @@ from adlm.evaluate.cache import (
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table
 from adlm.files import hash_file
+from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
@@ -104,7 +104,7 @@ class CodeMetrics:
     def generate(self, lm: LM, stage: str, request: GenerationRequest, prompt: Any) -> list[str]:
         """The texts of a request, from the cache where it has them."""
         self.on_progress(f"{self.name}: {stage}", 0, 0)
-        key = hash_settings([stage, prompt, self.settings["weights_sha256"], request.settings])
+        key = hash_settings([stage, prompt, self.settings["weights_sha256"], request.description])
         if key not in self.cache:
             self.cache.put(key, lm.run_request(request).texts, is_flushed=True)
         return list(self.cache.get(key))

@@ -227,15 +227,17 @@ def test_texts_do_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
     """Rows pause, end early and differ in length; a row's turns and stale features are its own."""
     model = lm("adlm", time_conditioning="block" in options)
     request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
-    last = replace(request, layouts=request.layouts[-1:], config=replace(request.config, n=1))
+    last = replace(
+        request, layouts=request.layouts[-1:], settings=request.settings.model_copy(update={"n": 1})
+    )
     own, alone = (
         texts(model.run_request(request).rows),
-        replace(request, config=replace(request.config, batch=1)),
+        replace(request, settings=request.settings.model_copy(update={"batch": 1})),
     )
     for each in (Perturbation("stale", 1), NOISE, PERMUTED, Perturbation("stale", 3)):
         expected = texts(sample_rows(model, alone, each))
         assert texts(sample_rows(model, request, each)) == expected
-        assert texts(sample_rows(model, last, each)) == [expected[-request.config.n]]
+        assert texts(sample_rows(model, last, each)) == [expected[-request.settings.n]]
         assert (expected == own) == (each not in (NOISE, PERMUTED, Perturbation("stale", 3)))
 
 
