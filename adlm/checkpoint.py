@@ -4,11 +4,11 @@ import errno
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from adlm import files
 from adlm.data.tokenizers import CONFIG_FILES, Tokenizer
+from adlm.distributed import run_on_rank0
 from adlm.files import hash_file, read_json, read_object
 from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta
 
@@ -63,7 +64,6 @@ CONFIG_FORM = {
 }
 CONFIG_FORM |= {"rows": (None, WRAPPED, DOCUMENTS)}
 
-T = TypeVar("T")
 
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled"
@@ -190,23 +190,6 @@ class CheckpointWriter:
         for old in list_checkpoints(self.folder)[: -self.keep]:
             if old.name not in linked:
                 files.remove_folder(old)
-
-
-def run_on_rank0(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run a function on rank 0 of a group; all ranks return its result, or all raise its error."""
-    if group is None:
-        return function()
-    result, error = None, None
-    if dist.get_rank(group) == 0:
-        try:
-            result = function()
-        except Exception as caught:  # raised below, after the broadcast
-            error = caught
-    message: list[Any] = [result, None if error is None else str(error)]
-    dist.broadcast_object_list(message, group=group, group_src=0)
-    if message[1] is not None:
-        raise error or ValueError(message[1])
-    return cast(T, message[0])
 
 
 def name_checkpoint(step: int) -> str:

@@ -1,6 +1,5 @@
 """Run a model in the samplers: tokens with masks in, frames out."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,30 +16,6 @@ from adlm.models.language_model import LanguageModel
 
 Inputs = tuple[Tensor | None, ...]
 ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
-
-
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device of a name; `auto` is this process's CUDA GPU if there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps")
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device {name!r}: this torch sees no Apple GPU; use device=cpu, or auto")
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto"
-            )
-        if device.index is None:
-            device = torch.device("cuda", local_rank)
-        if device.index >= torch.cuda.device_count():
-            problem = f"there is no {device}: this node has {torch.cuda.device_count()} GPUs"
-            raise ValueError(
-                f"{problem}; start as many processes (torchrun --nproc-per-node), or name one of them"
-            )
-    return device
 
 
 class CudaGraph:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from adlm.diffusion.plans import EPS
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, noise_level
 from adlm.diffusion.selected import MAX_LOGIT_ROWS
+from adlm.distributed import Ranks
 from adlm.errors import check_known
 from adlm.models.network import fold_network
 
@@ -44,16 +45,6 @@ MAX_TIE = 1e-6  # scores that are no further apart are equal
 
 # Calls a function with the network, for example within the module that shards its weights.
 Evaluate = Callable[[Callable[[FeatureModel], Tensor]], Tensor]
-
-
-class Ranks(Protocol):
-    """The processes that share the rows; `adlm.training.distributed.DistributedContext` is one."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def all_reduce_sum(self, values: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)

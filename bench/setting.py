@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from adlm.devices import get_device_name
 from adlm.evaluate.provenance import get_commit
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import build_config
-from adlm.training.distributed import get_device_name
 
 VOCAB, MASK = 50_258, 50_257
 SIZES = {  # name -> (changes to the paper's preset, length)

@@ -108,20 +108,10 @@ def import_package(name: str, module: str) -> str:
 
 
 def describe_gpus() -> str:
-    """List the devices that commands can use besides the CPU, with the version of CUDA."""
-    import torch
+    """List the devices besides the CPU."""
+    from adlm import devices  # here: torch may be broken
 
-    devices = [
-        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
-    ]
-    names = [
-        f"{device.name} ({device.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
-        for device in devices
-    ]
-    names += (
-        ["mps (Apple GPU, for sampling and scoring)"] if torch.backends.mps.is_available() else []
-    )
-    return ", ".join(names) or "none: no device, no driver, or torch is built without CUDA"
+    return devices.describe_gpus()
 
 
 def check_model(name: str) -> str:

@@ -91,8 +91,8 @@ def run_eval(
         raise ValueError(f"{task} runs in one process: run `adlm eval {task}` without torchrun")
     output.check_output_folder("--out", out)
     with explain_full_disk(out), output.json_stdout(is_json):
+        from adlm.distributed import init_distributed
         from adlm.text.lm import load
-        from adlm.training.distributed import init_distributed
 
         with (
             init_distributed(parameters["device"]) as context,

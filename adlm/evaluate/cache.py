@@ -20,8 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 
+from adlm.distributed import DistributedContext
 from adlm.files import append_durably, file_lock, remove_file, write_atomically
-from adlm.training.distributed import DistributedContext
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

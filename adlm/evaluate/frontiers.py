@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from adlm.data.tokenizers import Tokenizer
+from adlm.devices import get_device_name
 from adlm.diffusion.samplers import takes_steps
 from adlm.evaluate.cache import (
     ProgressCallback,
@@ -27,7 +28,6 @@ from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.settings import DEFAULT_TOP_P
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, GeneratedRow
-from adlm.training.distributed import get_device_name
 
 LEFT_TO_RIGHT = "left_to_right"
 ENTROPY_TOLERANCE = 0.1  # nats from held-out text, within which the best setting is looked for

@@ -16,6 +16,7 @@ from adlm.data.sources import open_source
 from adlm.data.tokenizers import load_tokenizer
 from adlm.diffusion.masking import MIN_TIME
 from adlm.diffusion.objectives import MaskedDiffusion, Objective
+from adlm.distributed import DistributedContext
 from adlm.errors import check_known
 from adlm.evaluate.cache import (
     Cache,
@@ -39,7 +40,6 @@ from adlm.likelihood import (
 )
 from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
-from adlm.training.distributed import DistributedContext
 
 COUNTS = {"lineage": "every token but padding counts, BOS and EOS too, as in the paper"}
 COUNTS |= {"text": "BOS and EOS are given and not counted"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adlm.training.distributed import get_device_name
+from adlm.devices import get_device_name
 
 PACKAGES = ("adlm", "torch", "numpy", "tokenizers", "transformers", "mauve-text", "lm_eval")
 

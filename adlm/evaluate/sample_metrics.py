@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
+from adlm.distributed import DistributedContext
 from adlm.errors import install_command
 from adlm.evaluate.cache import (
     Cache,
@@ -41,7 +42,6 @@ from adlm.files import hash_file, write_atomically
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
-from adlm.training.distributed import DistributedContext
 from adlm.view.console import hide_stderr
 
 Tokens = Sequence[int] | Sequence[str] | NDArray[Any]  # of one text

@@ -20,6 +20,7 @@ from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.convert import is_lineage, load_lineage
 from adlm.data.hub import HUB_NAME, download_model
+from adlm.devices import pick_device
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
@@ -29,7 +30,7 @@ from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.diffusion.samplers import choose_sampler, refuse_samplers
 from adlm.errors import suggest_names
-from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
+from adlm.generate import Predictor, compile_for_sampling, stream_tokens
 from adlm.likelihood import TokenNats, estimate_token_nats
 from adlm.models.methods import METHODS
 from adlm.settings import (

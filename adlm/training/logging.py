@@ -24,11 +24,12 @@ from rich.progress import (
 from torch import Tensor
 
 from adlm.data.batches import Batch
+from adlm.devices import get_device_name
+from adlm.distributed import DistributedContext
 from adlm.errors import import_extra
 from adlm.files import append_line, sync_path, write_atomically
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
 from adlm.registry import Registry
-from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
 from adlm.training.setup import TrainingTask
 from adlm.view.console import SafeConsole

@@ -16,18 +16,14 @@ from torch.optim import Optimizer
 from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
+from adlm.devices import pick_precision
 from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Objective
+from adlm.distributed import DistributedContext, init_distributed
 from adlm.files import write_atomically
 from adlm.models.language_model import LanguageModel
 from adlm.training import guard, setup
-from adlm.training.distributed import (
-    DistributedContext,
-    LossModule,
-    ParallelModel,
-    init_distributed,
-    parallelize,
-)
+from adlm.training.distributed import LossModule, ParallelModel, parallelize
 from adlm.training.ema import EMA
 from adlm.training.logging import RunLogger, StepMetrics, describe_run
 from adlm.training.optim import (
@@ -172,8 +168,7 @@ def run_training(
     ):
         # Where we run: the device, its precision, and the rows of this process.
         device, on_gpu = context.device, context.device.type == "cuda"
-        is_bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
-        precision = torch.bfloat16 if is_bfloat16 else torch.float32
+        precision = pick_precision(config.precision, device)
         if config.batch % context.world_size:
             problem = (
                 f"batch={config.batch} must be a multiple of the {context.world_size} processes"
@@ -251,7 +246,10 @@ def run_training(
             start, step = time.perf_counter(), metrics.step
             averaged = ema.swap_in(model) if ema is not None else nullcontext()
             try:
-                with averaged, torch.autocast(device.type, precision, enabled=is_bfloat16):
+                with (
+                    averaged,
+                    torch.autocast(device.type, precision, enabled=precision != torch.float32),
+                ):
                     valid = task.validate(parallel, config.valid.batch or micro_batch)
             except FloatingPointError as error:
                 raise guard.Diverged(f"after step {step} {error}", step, metrics.batch) from error

@@ -7,7 +7,7 @@ import math
 import shlex
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,14 @@ from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
 from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, open_data
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
+from adlm.devices import can_leave_padding_out, get_available_memory
 from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule, build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import OBJECTIVES, Objective
 from adlm.diffusion.samplers import build_sampler
 from adlm.diffusion.schedules import build_schedule
+from adlm.distributed import DistributedContext
 from adlm.errors import check_known
 from adlm.files import file_lock, hash_file
 from adlm.generate import compile_for_sampling, stream_tokens
@@ -38,7 +40,7 @@ from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.models.methods import METHODS, build_config
 from adlm.models.transformer import unpad
-from adlm.training.distributed import DistributedContext, ParallelModel
+from adlm.training.distributed import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -340,12 +342,16 @@ def build_objective(
             options |= count_documents(data)
         rule = build_anchor_rule(settings.anchor_rule, **options)
     process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
-    # The kernel for rows of different lengths is one of half precision, for GPUs from Ampere on.
+    # The kernel for rows of different lengths is one of half precision.
     is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
     is_unpadded = is_unpadded and torch.cuda.get_device_capability() >= (8, 0)
     process = replace(process, arrange_valid=unpad if is_unpadded else None)
     method = METHODS.resolve(str(config.method))
     return OBJECTIVES.resolve(method.objective)(process)
+    is_unpadded = is_unpadded and can_leave_padding_out()
+    return Objective(
+        process, model.is_causal, settings.anchor_weight, settings.anchor_ramp, is_unpadded
+    )
 
 
 def build_process(
@@ -413,22 +419,6 @@ def check_memory(
             f"are free on {context.device}. Reduce micro_batch (now {rows}), set parallel.checkpoint_activations=true, "
             "shard the weights with parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this"
         )
-
-
-def get_available_memory(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the free bytes of a device or, on Linux, of the host and its container; infinity if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = torch.inf
-    with suppress(OSError):
-        free = 1024 * int(
-            Path("/proc/meminfo").read_text("utf-8").split("MemAvailable:")[1].split()[0]
-        )
-        limit, used = (
-            (group / name).read_text("utf-8").strip() for name in ("memory.max", "memory.current")
-        )
-        free = free if limit == "max" else min(free, max(0, int(limit) - int(used)))
-    return free
 
 
 def lock_run_folder(folder: Path, exit_stack: ExitStack) -> None:

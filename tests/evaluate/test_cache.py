@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from adlm.distributed import DistributedContext
 from adlm.evaluate.cache import (
     LOCKED_FOLDERS,
     Cache,
@@ -20,7 +21,6 @@ from adlm.evaluate.cache import (
     read_entries,
 )
 from adlm.files import file_lock
-from adlm.training.distributed import DistributedContext
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adlm.distributed import DistributedContext
 from adlm.evaluate import scorer as scorers
 from adlm.evaluate.cache import Cache, open_cache
 from adlm.evaluate.scorer import (
@@ -23,7 +24,6 @@ from adlm.evaluate.scorer import (
     score_texts,
     split_windows,
 )
-from adlm.training.distributed import DistributedContext
 from tests.evaluate.scorers import END, causal, causal_folder, documents, encoder, needs
 
 TEXT = "The old man – 😀 – said “no”."

@@ -13,10 +13,11 @@ from adlm.convert import write_lightning
 from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import default_objective, training_loss
 from adlm.diffusion.rng import CounterRng
+from adlm.distributed import DistributedContext
 from adlm.models.costs import count_parameters
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.transformer import Layer
-from adlm.training.distributed import DistributedContext, LossModule, ParallelSettings, parallelize
+from adlm.training.distributed import LossModule, ParallelSettings, parallelize
 from tests.world import MASK, VOCAB, count_weights, random_tokens, small_model
 
 CHANGES: list[dict[str, Any]] = [

@@ -8,8 +8,9 @@ import torch
 import yaml
 
 from adlm.config import load_config
+from adlm.distributed import DistributedContext
 from adlm.models.language_model import LanguageModel
-from adlm.training.distributed import DistributedContext, parallelize
+from adlm.training.distributed import parallelize
 from adlm.training.loop import train_steps
 from adlm.training.optim import build_optimizers
 from adlm.training.setup import open_text_task

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adlm import devices
 from adlm.data.prepare import prepare
 from adlm.training import setup
 from adlm.training.loop import train
@@ -64,7 +65,7 @@ def test_data_without_held_out_rows(tmp_path: Path) -> None:
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text(f"{2**20}\n", "utf-8")
     (tmp_path / "memory.current").write_text(f"{2**19}\n", "utf-8")
-    free = setup.get_available_memory(torch.device("cpu"), tmp_path)
+    free = devices.get_available_memory(torch.device("cpu"), tmp_path)
     monkeypatch.setattr(setup, "get_available_memory", lambda device: free)
     with pytest.raises(MemoryError, match=r"524.3 kB are free.*micro_batch"):
         run(tmp_path / "run")

@@ -47,11 +47,12 @@ from adlm.bundled import MODELS, find_bundled_model
 from adlm.checkpoint import LoadedModel
 from adlm.config import Config, load_config
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.devices import pick_device
+from adlm.distributed import DistributedContext
 from adlm.evaluate.cache import ProgressCallback, ignore_progress
 from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import save_json
 from adlm.files import hash_file, read_json
-from adlm.generate import pick_device
 from adlm.interop import gpt2
 from adlm.likelihood import compute_logits
 from adlm.models.costs import count_parameters, flops_per_token
@@ -60,7 +61,7 @@ from adlm.models.methods import METHODS
 from adlm.models.vocabulary import extend_vocabulary
 from adlm.registry import Registry
 from adlm.training import setup
-from adlm.training.distributed import DistributedContext, ParallelModel
+from adlm.training.distributed import ParallelModel
 from adlm.training.loop import Run, run_training
 
 EXTRA_TOKENS = 8  # that a model may write more than the longest solution before it is cut off

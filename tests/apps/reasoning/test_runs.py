@@ -19,8 +19,8 @@ from adlm.apps.reasoning.runs import evaluate, load_run, open_run, solve, train
 from adlm.checkpoint import LoadedModel
 from adlm.config import load_config
 from adlm.data.tokenizers import END_OF_TEXT, train_bpe
+from adlm.distributed import DistributedContext
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.training.distributed import DistributedContext
 from adlm.training.loop import Run, run_training
 from tests.training.runs import assert_close, assert_same, curve, shelf, tensors, torchrun
 from tests.training.runs import run as run_text
