@@ -1,4 +1,5 @@
-"""Parts of error messages: the closest known name, and the command that installs an extra."""
+"""Errors: which ones are the user's and their exit codes; parts of their messages (the closest known name, the command
+that installs an extra)."""
 
 import difflib
 import re
@@ -11,6 +12,39 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+# Errors that a user can put right; their message says how. FloatingPointError: weights that are NaN.
+USER_ERRORS = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)
+
+
+class Diverged(RuntimeError):
+    """The loss is not finite or spiked; has the step and its batch."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, step: int, batch: Any, *, is_spike: bool = False) -> None:
+        super().__init__(message)
+        self.step = step
+        self.batch = batch
+        self.is_spike = is_spike
+
+
+class Preempted(RuntimeError):
+    """A signal stopped the run; it is saved, and the same command resumes it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def get_exit_code(error: Exception) -> int | None:
+    """Return the exit code of an error that a command reports in one line; None for a fault of ours."""
+    if isinstance(error, USER_ERRORS):
+        return 2
+    if isinstance(error, Diverged | Preempted):
+        return error.exit_code
+    return None
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:

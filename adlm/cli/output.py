@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from adlm.cli.apps import APPS, load_app_command
+from adlm.errors import get_exit_code
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
@@ -32,13 +33,6 @@ MIN_TEXT_WIDTHS = (
 )  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
 LOG_SECONDS = 10.0  # between lines of progress where there is no terminal
-USER_ERRORS = (
-    ValueError,
-    OSError,
-    MemoryError,
-    ImportError,
-    FloatingPointError,
-)  # the last: weights that are NaN
 # Typer has its own copy of click or uses the installed one, by its version; this is the class either way.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -62,20 +56,21 @@ class Commands(TyperGroup):
         except (BrokenPipeError, typer.Exit):
             raise  # a broken pipe: the reader of our output has closed it, and typer ends quietly
         except Exception as error:
-            message, code = str(error), 2
-            if isinstance(error, UsageError):
-                message = error.format_message() if hasattr(error, "format_message") else message
-                context = getattr(error, "ctx", None) or ctx
-                message = f"{message.removesuffix('.')} (see {context.command_path} --help)"
-            elif not isinstance(error, USER_ERRORS):
-                from adlm.training.guard import Diverged
-
-                code = 1 if isinstance(error, Diverged) else 0
-            if code == 0 or os.environ.get("ADLM_TRACEBACK"):
+            is_usage = isinstance(error, UsageError)
+            message = explain_usage_error(error, ctx) if is_usage else str(error)
+            code = 2 if is_usage else get_exit_code(error)
+            if code is None or os.environ.get("ADLM_TRACEBACK"):
                 raise
             line = " ".join(part.strip() for part in f"error: {message}".splitlines())
             status_console().print(line, markup=False)
             raise typer.Exit(code) from error
+
+
+def explain_usage_error(error: Any, ctx: Any) -> str:
+    """Return the message of a wrong command line, with the command whose help to read."""
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    context = getattr(error, "ctx", None) or ctx
+    return f"{message.removesuffix('.')} (see {context.command_path} --help)"
 
 
 def _list_groups(ctx: Any) -> list[str]:

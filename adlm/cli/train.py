@@ -182,14 +182,14 @@ def train(
 
 def run_or_exit(start: Callable[[], "Run"], *, is_json: bool) -> "Run":
     """Train; where a signal stops the run, print that it is saved and exit with the signal's code."""
-    from adlm.training.guard import Preempted
+    from adlm.errors import Preempted
 
     try:
         with json_stdout(is_json):
             return start()
     except Preempted as stopped:
         status_console().print(str(stopped), markup=False)
-        raise typer.Exit(stopped.code) from stopped
+        raise typer.Exit(stopped.exit_code) from stopped
 
 
 def is_main_process() -> bool:

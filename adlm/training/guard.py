@@ -11,27 +11,12 @@ from pathlib import Path
 from types import FrameType
 
 from adlm.data.batches import Batch
+from adlm.errors import Diverged
 from adlm.files import write_json, write_tensors
 
 # 75 is EX_TEMPFAIL: the run is saved, start the same command again.
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGINT: 130}
 EXIT_CODES |= {signal.SIGUSR1: 75} if hasattr(signal, "SIGUSR1") else {}  # Windows lacks it
-
-
-class Diverged(RuntimeError):
-    """The loss is not finite or spiked; has the step and its batch."""
-
-    def __init__(self, message: str, step: int, batch: Batch, *, is_spike: bool = False) -> None:
-        super().__init__(message)
-        self.step, self.batch, self.is_spike = step, batch, is_spike
-
-
-class Preempted(RuntimeError):
-    """A signal stopped the run; it is saved, and the same command resumes it. `code` is the exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class LossGuard:

@@ -20,6 +20,7 @@ from adlm.devices import pick_precision
 from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Objective
 from adlm.distributed import DistributedContext, init_distributed
+from adlm.errors import Diverged, Preempted
 from adlm.files import write_atomically
 from adlm.models.language_model import LanguageModel
 from adlm.training import guard, setup
@@ -107,7 +108,7 @@ def train_steps(
                     try:
                         loss.check(rows[number].number)
                     except FloatingPointError as error:
-                        raise guard.Diverged(f"step {step}: {error}", step, batch) from error
+                        raise Diverged(f"step {step}: {error}", step, batch) from error
                 loss.total.backward()  # inside seed_dropout: checkpointed activations repeat their dropout here
             values[:3] += torch.stack(
                 [loss.total.detach(), loss.nll.detach(), loss.anchor.detach()]
@@ -252,7 +253,7 @@ def run_training(
                 ):
                     valid = task.validate(parallel, config.valid.batch or micro_batch)
             except FloatingPointError as error:
-                raise guard.Diverged(f"after step {step} {error}", step, metrics.batch) from error
+                raise Diverged(f"after step {step} {error}", step, metrics.batch) from error
             state["valid"] = valid | {"step": step}
             logger.log({"step": step, **valid, "time": {"seconds": time.perf_counter() - start}})
             logger.print(f"step {step:,}: {task.format_metrics(valid)}")
@@ -335,15 +336,13 @@ def run_training(
                     message = (
                         f"stopped after step {step:,}, which is saved; {command} resumes the run"
                     )
-                    raise guard.Preempted(
+                    raise Preempted(
                         message, guard.EXIT_CODES[signals[0] if signals else signal.SIGTERM]
                     )
-        except guard.Diverged as error:
+        except Diverged as error:
             saved = guard.save_failed_batch(folder, context.rank, error)
             message = f"{error}. The batch is in {saved}. {guard.suggest_remedy(error, latest, state['step'])}"
-            raise guard.Diverged(
-                message, error.step, error.batch, is_spike=error.is_spike
-            ) from error
+            raise Diverged(message, error.step, error.batch, is_spike=error.is_spike) from error
         writer.wait()
         logger.print(f"step {state['step']:,} of {config.steps:,} is in {latest}")
         valid = {name: value for name, value in state["valid"].items() if name != "step"}

@@ -17,11 +17,12 @@ from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import OBJECTIVES, Objective
 from adlm.distributed import DistributedContext
+from adlm.errors import Diverged
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS
 from adlm.models.transformer import unpad
 from adlm.training.distributed import LossModule, parallelize
-from adlm.training.guard import Diverged, LossGuard, suggest_remedy
+from adlm.training.guard import LossGuard, suggest_remedy
 from adlm.training.logging import RunLogger, StepMetrics
 from adlm.training.loop import train_steps
 from adlm.training.optim import BatchedMuon, build_optimizers, get_lr_multiplier

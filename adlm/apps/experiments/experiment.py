@@ -26,7 +26,7 @@ from adlm.checkpoint import read_state
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.prepare import count_cores
 from adlm.data.shards import open_data
-from adlm.errors import check_known
+from adlm.errors import Diverged, check_known
 from adlm.evaluate.cache import decode_array, encode_array, hash_settings
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import NllSettings, estimate_texts
@@ -35,7 +35,7 @@ from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json
 from adlm.evaluate.stats import describe_seeds, estimate_ratio_difference
 from adlm.files import file_lock, read_json, read_object
 from adlm.text.lm import load
-from adlm.training.guard import Diverged, catch_stop_signals
+from adlm.training.guard import catch_stop_signals
 from adlm.training.logging import read_metrics
 from adlm.training.loop import train
 
