@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from adlm.checkpoint import DOCUMENTS, WRAPPED, LoadedModel
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.files import read_json
+from adlm.models.folder import DOCUMENTS, WRAPPED, LoadedModel
 from adlm.models.language_model import (
     EXTENSIONS,
     LanguageModel,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adlm.bundled import DEFAULT
-from adlm.checkpoint import LoadedModel
 from adlm.data.tokenizers import load_tokenizer
+from adlm.models.folder import LoadedModel
 from adlm.serve.engine import Engine, EngineLimits, generate_rows
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, GeneratedRow, load

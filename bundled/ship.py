@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import adlm
-from adlm.checkpoint import export_model, load_model
 from adlm.data.batches import RowDataset
 from adlm.likelihood import estimate_nll
+from adlm.models.folder import export_model, load_model
 from adlm.models.language_model import LanguageModel
 
 FACTORS = [round(0.9 + 0.02 * i, 2) for i in range(21)]

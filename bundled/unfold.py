@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from adlm.checkpoint import export_model, load_model
+from adlm.models.folder import export_model, load_model
 from adlm.models.language_model import LanguageModel
 from adlm.models.transformer import Layer, Stack
 

@@ -13,18 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adlm import checkpoint, files
-from adlm.checkpoint import (
-    CheckpointWriter,
-    Snapshot,
-    list_checkpoints,
-    load_model,
-    name_checkpoint,
-    verify_checkpoint,
-)
+from adlm import files
 from adlm.data.shards import open_data
+from adlm.models import folder as folder_module
+from adlm.models.folder import list_checkpoints, load_model
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS
+from adlm.training import state as run_state
+from adlm.training.state import CheckpointWriter, Snapshot, name_checkpoint, verify_checkpoint
 from tests.cli.terminal import invoke
 from tests.training.runs import arguments, curve, data, limit_file_size, run, tensors, tiny_config
 
@@ -137,15 +133,15 @@ def write_with_error(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, c
             writing.save(snapshot(2))
             writing.wait()
     assert tree(first) == before
-    latest = checkpoint.find_latest_checkpoint(folder)
+    latest = folder_module.find_latest_checkpoint(folder)
     assert latest == second if len(calls) <= call else latest in (first, second)
     assert not list(folder.glob(f"{files.PARTIAL}*"))
     for path in list_checkpoints(folder):
         verify_checkpoint(path)
     writing.save(snapshot(2))  # and the writer can go on
     writing.wait()
-    assert checkpoint.find_latest_checkpoint(folder) == verify_checkpoint(second)
-    stored = checkpoint.read_weights(folder / "latest")["head.bias"]
+    assert folder_module.find_latest_checkpoint(folder) == verify_checkpoint(second)
+    stored = folder_module.read_weights(folder / "latest")["head.bias"]
     assert torch.equal(stored, snapshot(2).weights["head.bias"])
     return int(len(calls) > call)
 
@@ -157,7 +153,7 @@ def test_the_partial_folder_of_a_killed_run_is_ignored_and_removed(tmp_path: Pat
     shutil.copytree(first, tmp_path / f"{files.PARTIAL}{name_checkpoint(2)}")
     assert (
         list_checkpoints(tmp_path) == [first]
-        and checkpoint.find_latest_checkpoint(tmp_path) == first
+        and folder_module.find_latest_checkpoint(tmp_path) == first
     )
     writing.save(snapshot(3))
     assert not list(tmp_path.glob(f"{files.PARTIAL}*"))
@@ -273,7 +269,7 @@ def test_another_optimizer_or_model_is_named_by_its_tensor(trained: Path) -> Non
         ("weights.embed.weight", r"has weights\.embed\.weight of shape .*, expected shape \(2,\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            checkpoint.load_training_tensors(
+            run_state.load_training_tensors(
                 trained / "checkpoints" / "latest", {name: torch.zeros(2)}
             )
 
@@ -331,8 +327,8 @@ def test_a_full_disk_is_foreseen(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
-    loaded = checkpoint.LoadedModel(tiny().eval(), open_data(data()).tokenizer, "adlm", 1)
-    return checkpoint.export_model(loaded, folder)
+    loaded = folder_module.LoadedModel(tiny().eval(), open_data(data()).tokenizer, "adlm", 1)
+    return folder_module.export_model(loaded, folder)
 
 
 @pytest.fixture
@@ -384,7 +380,9 @@ def test_the_config_is_compared_with_the_header_of_the_weights(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], message: str
 ) -> None:
     change_config(model_folder, model)
-    monkeypatch.setattr(checkpoint, "load_file", lambda path: pytest.fail("the weights were read"))
+    monkeypatch.setattr(
+        folder_module, "load_file", lambda path: pytest.fail("the weights were read")
+    )
     with pytest.raises(ValueError, match=message):
         load_model(model_folder)
 
@@ -466,7 +464,7 @@ def test_a_file_that_is_loaded_must_be_in_the_checksums(exported: Path, tmp_path
     (folder / "special_tokens_map.json").write_text("{}", "utf-8")
     with pytest.raises(ValueError, match=r"does not list special_tokens_map\.json"):
         load_model(folder)
-    checkpoint.export_model(load_model(folder, verify=False), folder)
+    folder_module.export_model(load_model(folder, verify=False), folder)
     assert load_model(folder, verify=True).step == 1
 
 
@@ -500,5 +498,5 @@ def test_the_sound_copy_of_a_checkpoint_is_kept(tmp_path: Path, damaged: tuple[s
     for folder in (named, latest):
         if folder.name[:4] in {name[:4] for name in damaged}:
             (folder / "model.safetensors").write_bytes(b"")
-    checkpoint.restore_links(tmp_path)
+    run_state.restore_links(tmp_path)
     assert os.readlink(latest) == named.name and tree(named) == before

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import adlm
-from adlm import checkpoint
-from adlm.checkpoint import INT8_MAX, SCALE, dequantize, quantize
+from adlm.models import folder as model_folder
+from adlm.models.folder import INT8_MAX, SCALE, dequantize, quantize
 from adlm.models.language_model import LanguageModel
 from tests.text.models import tokenizer
 from tests.world import random_model
@@ -85,9 +85,9 @@ def test_an_exported_model_says_about_the_same(
     """A weight is off by a step / √12 in the mean, and a row's largest is about 3 of its standard deviations: 0.7% of
     a weight. That is each matrix's share, and of about 15 matrices one after the other: 0.7% · √15 = 3%."""
     words, model = tokenizer("bytes"), small_model(method, scale=0.3, **changes)
-    loaded = checkpoint.LoadedModel(model, words, method, 11, "documents")
-    folder = checkpoint.export_model(loaded, tmp_path / "given")
-    back = checkpoint.load_model(folder, verify=True)
+    loaded = model_folder.LoadedModel(model, words, method, 11, "documents")
+    folder = model_folder.export_model(loaded, tmp_path / "given")
+    back = model_folder.load_model(folder, verify=True)
     assert (back.method, back.step, back.rows, back.tokenizer) == (
         method,
         11,
@@ -111,7 +111,7 @@ def test_an_exported_model_says_about_the_same(
     assert torch.equal(same, now), "exporting and loading is rounding the weights, and nothing else"
     assert 0 < float((now - was).square().mean().sqrt() / was.square().mean().sqrt()) < 0.05
     # What is exported once more is the same to rounding: nothing is folded or rounded twice.
-    again = checkpoint.load_model(checkpoint.export_model(back, tmp_path / "again"))
+    again = model_folder.load_model(model_folder.export_model(back, tmp_path / "again"))
     with torch.no_grad():
         torch.testing.assert_close(
             again.model.head(again.model(tokens, level).final), now, rtol=1e-4, atol=1e-4
@@ -121,15 +121,15 @@ def test_an_exported_model_says_about_the_same(
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_file_has_about_a_byte_a_parameter(tied: bool, tmp_path: Path) -> None:
     model = small_model("adlm", dim=128, tied=tied, bridge="direct")
-    folder = checkpoint.export_model(
-        checkpoint.LoadedModel(model, tokenizer("bytes"), "adlm", 0), tmp_path
+    folder = model_folder.export_model(
+        model_folder.LoadedModel(model, tokenizer("bytes"), "adlm", 0), tmp_path
     )
     count = sum(
         p.numel() for p in model.fold().parameters()
     )  # a tied head is one with the embedding
     size = (folder / "model.safetensors").stat().st_size
     assert count < size < 1.15 * count
-    assert ("head.weight" in checkpoint.read_weights(folder)) == (not tied)
+    assert ("head.weight" in model_folder.read_weights(folder)) == (not tied)
     (folder / "README.md").write_text("a card", "utf-8")
     assert (
         adlm.load(folder, device="cpu", verify=True).infill("a ___{3} b").texts[0].startswith("a ")

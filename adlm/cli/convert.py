@@ -33,9 +33,9 @@ def convert(
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise FileExistsError(f"{path} already exists: give another --out, or delete it")
     with json_stdout(is_json):
-        from adlm.checkpoint import export_model, load_model
         from adlm.convert import is_lineage, load_lineage, write_lightning
         from adlm.models.costs import count_parameters
+        from adlm.models.folder import export_model, load_model
         from adlm.text.lm import find_model
 
         found = find_model(source)

@@ -133,9 +133,9 @@ def models(name: ShownModel = None, is_json: options.Json = False) -> None:
 
 def describe_model(name: str) -> dict[str, Any]:
     """Return method, sizes and model card of a model, without loading its weights."""
-    from adlm.checkpoint import read_config_json
     from adlm.convert import is_lineage
     from adlm.models.costs import count_parameters
+    from adlm.models.folder import read_config_json
     from adlm.text.lm import find_model
 
     folder = find_model(name)

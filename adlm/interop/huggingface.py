@@ -13,11 +13,11 @@ import yaml
 from tokenizers import AddedToken, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from adlm.checkpoint import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel, build_config_json
 from adlm.data.tokenizers import Tokenizer
 from adlm.files import create_partial_folder, publish_folder, write_json, write_tensors
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
+from adlm.models.folder import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel, build_config_json
 from adlm.text.lm import LM
 from adlm.text.templates import classify_tokens
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.convert import is_lineage, load_lineage
 from adlm.data.hub import HUB_NAME, download_model
@@ -32,6 +31,7 @@ from adlm.diffusion.samplers import choose_sampler, refuse_samplers
 from adlm.errors import suggest_names
 from adlm.generate import Predictor, compile_for_sampling, stream_tokens
 from adlm.likelihood import TokenNats, estimate_token_nats
+from adlm.models import folder as model_folder
 from adlm.models.methods import METHODS
 from adlm.settings import (
     DEFAULT_SAMPLER,
@@ -196,7 +196,7 @@ class LMEngine:
 
     def __init__(
         self,
-        loaded: checkpoint.LoadedModel,
+        loaded: model_folder.LoadedModel,
         name: str,
         *,
         device: str = "auto",
@@ -463,7 +463,7 @@ class LM(LMEngine):
 
     def save(self, folder: str | Path) -> Path:
         """Write config.json, model.safetensors and tokenizer.json, from which `adlm.load` makes an equal model."""
-        return checkpoint.export_model(self.loaded, Path(folder), is_quantized=False)
+        return model_folder.export_model(self.loaded, Path(folder), is_quantized=False)
 
 
 def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -550,7 +550,7 @@ def load(
     then has the same number of rows."""
     path = find_model(model)
     loaded = (
-        load_lineage(path)[0] if is_lineage(path) else checkpoint.load_model(path, verify=verify)
+        load_lineage(path)[0] if is_lineage(path) else model_folder.load_model(path, verify=verify)
     )
     return LM(loaded, str(model), device=device, deterministic=deterministic)
 
@@ -568,4 +568,4 @@ def find_model(model: str | Path) -> Path:
         hint = suggest_names(str(model), MODELS)
         known = f"give a run folder, a checkpoint's, or one of {', '.join(MODELS)}"
         raise FileNotFoundError(f"there is no model {str(model)!r}{hint}: {known}")
-    return checkpoint.find_model_folder(folder)
+    return model_folder.find_model_folder(folder)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.devices import pick_precision
@@ -22,8 +21,10 @@ from adlm.diffusion.objectives import Objective
 from adlm.distributed import DistributedContext, init_distributed
 from adlm.errors import Diverged, Preempted
 from adlm.files import write_atomically
+from adlm.models import folder as model_folder
 from adlm.models.language_model import LanguageModel
 from adlm.training import guard, setup
+from adlm.training import state as run_state
 from adlm.training.distributed import LossModule, ParallelModel, parallelize
 from adlm.training.ema import EMA
 from adlm.training.logging import RunLogger, StepMetrics, describe_run
@@ -161,7 +162,7 @@ def run_training(
             "device 'mps' does not train: expected auto, cpu, cuda or cuda:N; use device=cpu"
         )
     folder = Path(config.folder)
-    latest = folder / "checkpoints" / checkpoint.LATEST
+    latest = folder / "checkpoints" / model_folder.LATEST
     with (
         init_distributed(config.device) as context,
         guard.catch_stop_signals() as signals,
@@ -210,10 +211,10 @@ def run_training(
         state["init_sha256"] = init and init.sha256
         if source is not None:
             tensors = get_training_tensors(learner, optimizers)
-            checkpoint.load_training_tensors(source, tensors, context.checkpoint_group)
-            state = checkpoint.read_state(source)
+            run_state.load_training_tensors(source, tensors, context.checkpoint_group)
+            state = run_state.read_state(source)
             if ema is not None:
-                ema.load(checkpoint.read_weights(source), state["ema_updates"])
+                ema.load(model_folder.read_weights(source), state["ema_updates"])
             restored = setup.restore_data_state(
                 state["batches"], context, is_stream=config.data.stream is not None
             )
@@ -221,13 +222,13 @@ def run_training(
                 batches.load_state_dict(restored)
             except (TypeError, KeyError, AttributeError) as error:
                 problem = f"{source / 'state.json'} has batches {restored!r:.120}"
-                raise ValueError(f"{problem}: {checkpoint.COPY_AGAIN}") from error
+                raise ValueError(f"{problem}: {model_folder.COPY_AGAIN}") from error
         state["data"] = task.data_hash
 
         # What it writes: config.yaml, checkpoints, metrics.
         if context.is_main:
             save_config(config, folder / "config.yaml")
-        writer = checkpoint.CheckpointWriter(
+        writer = run_state.CheckpointWriter(
             folder / "checkpoints",
             shape,
             str(config.method),
@@ -259,11 +260,11 @@ def run_training(
             logger.print(f"step {step:,}: {task.format_metrics(valid)}")
 
         def write_samples(step: int) -> None:
-            gathered = checkpoint.copy_to_host(weights, is_main=context.is_main)
+            gathered = run_state.copy_to_host(weights, is_main=context.is_main)
 
             def write() -> str:
                 averaged = LanguageModel(shape)
-                averaged.load_state_dict(checkpoint.restore_tied_head(gathered, averaged))
+                averaged.load_state_dict(model_folder.restore_tied_head(gathered, averaged))
                 text, path = (
                     task.sample(averaged.to(device)),
                     folder / "samples" / f"step-{step:08d}.txt",
@@ -288,12 +289,12 @@ def run_training(
             state.update(window=list(logger.values), recent=list(logger.guard.recent))
             logger.sync()
             writer.wait()  # at most one snapshot in host memory
-            inference = checkpoint.copy_to_host(weights, is_main=context.is_main)
+            inference = run_state.copy_to_host(weights, is_main=context.is_main)
             training = get_training_tensors(learner, optimizers)
-            training = checkpoint.copy_to_host(
+            training = run_state.copy_to_host(
                 training, is_main=context.is_main, host_mesh=parallel.host_mesh
             )
-            writer.save(checkpoint.Snapshot(step, inference, training, dict(state), is_best))
+            writer.save(run_state.Snapshot(step, inference, training, dict(state), is_best))
 
         # The loop.
         training = train_steps(

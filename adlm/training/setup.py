@@ -17,7 +17,6 @@ import torch
 from rich.filesize import decimal as format_bytes
 from torch import Tensor
 
-from adlm import checkpoint
 from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, ReasoningSettings, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
@@ -36,10 +35,12 @@ from adlm.errors import check_known
 from adlm.files import file_lock, hash_file
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import estimate_nll, unigram_nll
+from adlm.models import folder as model_folder
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.models.methods import METHODS, build_config
 from adlm.models.transformer import unpad
+from adlm.training import state as run_state
 from adlm.training.distributed import ParallelModel
 
 
@@ -71,7 +72,7 @@ class TrainingTask:
     description: str
     length: int  # positions of a row
     tokenizer: Tokenizer | None
-    rows: str = checkpoint.WRAPPED
+    rows: str = model_folder.WRAPPED
     best_metric: str = "val/nll"  # the lowest value is the best checkpoint
     row_tokens: float | None = None  # of a row on average, without padding; null: its length
 
@@ -240,16 +241,16 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
         return None
     resumed = find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
-        content, shape = checkpoint.read_config_json(resumed)
+        content, shape = model_folder.read_config_json(resumed)
         init = InitModel(content["method"], shape)
     else:
         is_bundled = config.init in MODELS  # ./NAME is a folder of that name
-        folder = checkpoint.find_model_folder(
+        folder = model_folder.find_model_folder(
             find_bundled_model(config.init) if is_bundled else config.init
         )
-        loaded = checkpoint.load_model(folder)
+        loaded = model_folder.load_model(folder)
         check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
-        sha256 = hash_file(checkpoint.find_weights_file(folder))
+        sha256 = hash_file(model_folder.find_weights_file(folder))
         init = InitModel(loaded.method, loaded.model.config, loaded.model.state_dict(), sha256)
     if config.method not in (None, init.method):
         raise ValueError(
@@ -259,7 +260,7 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
 
 
 def check_init_data(
-    config: Config, data: PreparedData, loaded: checkpoint.LoadedModel, tokenizer: str
+    config: Config, data: PreparedData, loaded: model_folder.LoadedModel, tokenizer: str
 ) -> None:
     """Raise ValueError, with the command that makes fitting data, if tokens or rows are not those of `init`."""
     shape, rows, train = (
@@ -433,24 +434,24 @@ def lock_run_folder(folder: Path, exit_stack: ExitStack) -> None:
 def find_checkpoint(config: Config) -> Path | None:
     """Find the checkpoint to resume from, which need not exist if `resume` names it; None for a new run."""
     if config.resume == "auto":
-        return checkpoint.find_latest_checkpoint(Path(config.folder) / "checkpoints")
+        return model_folder.find_latest_checkpoint(Path(config.folder) / "checkpoints")
     return Path(config.resume).resolve()
 
 
 def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
     """Find and verify the checkpoint to resume from; None for a new run."""
     folder, checkpoints = Path(config.folder), Path(config.folder) / "checkpoints"
-    checkpoint.restore_links(checkpoints)
+    run_state.restore_links(checkpoints)
     path = find_checkpoint(config)
     if path is None:
         return None
     if not path.is_dir():
-        names = ", ".join(map(str, checkpoint.list_checkpoints(checkpoints))) or "none"
+        names = ", ".join(map(str, model_folder.list_checkpoints(checkpoints))) or "none"
         raise ValueError(
             f"resume={config.resume} is not a checkpoint: expected auto or one of {names}"
         )
-    checkpoint.verify_checkpoint(path)
-    state = checkpoint.read_state(path)
+    run_state.verify_checkpoint(path)
+    state = run_state.read_state(path)
     saved = folder / "config.yaml"
     if saved.is_file() and (changes := compare_configs(load_config(saved), config)):
         remedy = "Choose another folder, or restore these settings to resume"
@@ -461,5 +462,5 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
             "with the same data, or choose another folder"
         )
     if config.resume != "auto" and path.parent == checkpoints.resolve():
-        checkpoint.set_aside_later(path)
+        run_state.set_aside_later(path)
     return path

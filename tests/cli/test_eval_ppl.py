@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 
 import adlm
 from adlm.bundled import DEFAULT
-from adlm.checkpoint import build_config_json
 from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.provenance import hash_weights
 from adlm.files import write_json
 from adlm.likelihood import estimate_order_nll
+from adlm.models.folder import build_config_json
 from adlm.models.language_model import LanguageModel
 from tests.cli.eval_answers import documents, evaluate, narrow_table
 from tests.cli.terminal import assert_error, invoke, process, trained

@@ -14,9 +14,10 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file
 
-from adlm.checkpoint import load_model, verify_checkpoint
 from adlm.data.tokenizers import train_bpe
+from adlm.models.folder import load_model
 from adlm.training.logging import read_metrics
+from adlm.training.state import verify_checkpoint
 from tests.cli.terminal import invoke
 from tests.training.runs import ROOT, TEXT, arguments, data, run
 

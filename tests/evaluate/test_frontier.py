@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adlm.checkpoint import LoadedModel, export_model
 from adlm.evaluate.cache import MERGED
 from adlm.evaluate.frontiers import (
     Point,
@@ -19,6 +18,7 @@ from adlm.evaluate.frontiers import (
     frontier,
 )
 from adlm.evaluate.results import EvalResult
+from adlm.models.folder import LoadedModel, export_model
 from adlm.text.lm import LM
 from tests.cli import eval_answers
 from tests.cli.terminal import assert_error, invoke, trained

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import adlm
-from adlm.checkpoint import export_model, load_model
 from adlm.convert import StoredObject, load_lineage, map_names, read_pickle, write_lightning
+from adlm.models.folder import export_model, load_model
 from tests.cli.terminal import answer_json, assert_error, invoke
 from tests.goldens import HEADS, arrays, model, weights
 from tests.text.models import tokenizer

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from adlm.checkpoint import LoadedModel, export_model, load_model
 from adlm.convert import write_lightning
 from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import default_objective, training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.distributed import DistributedContext
 from adlm.models.costs import count_parameters
+from adlm.models.folder import LoadedModel, export_model, load_model
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.transformer import Layer
 from adlm.training.distributed import LossModule, ParallelSettings, parallelize

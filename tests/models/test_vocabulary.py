@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adlm.checkpoint import LoadedModel, export_model, load_model
+from adlm.models.folder import LoadedModel, export_model, load_model
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import ROWS, extend_vocabulary
 

@@ -10,8 +10,8 @@ import torch
 import adlm
 from adlm import LM, LanguageModel
 from adlm.bundled import DEFAULT, find_bundled_model
-from adlm.checkpoint import LoadedModel
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from adlm.models.folder import LoadedModel
 from adlm.models.methods import METHODS
 from adlm.text.templates import parse_template
 from tests.world import random_model

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import adlm
-from adlm import Hole, checkpoint
+from adlm import Hole
 from adlm.diffusion.plans import ancestral
 from adlm.diffusion.samplers import SAMPLERS, build_sampler
+from adlm.models import folder as model_folder
 from adlm.models.language_model import LanguageModel
 from adlm.settings import (
     DEFAULT_SAMPLER,
@@ -263,8 +264,8 @@ def widen(path: Path) -> None:
 def test_damaged_files_are_named(
     tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
-    folder = checkpoint.export_model(
-        checkpoint.LoadedModel(WRAPPED.model, WRAPPED.tokenizer, "mdlm", 7), tmp_path / "a"
+    folder = model_folder.export_model(
+        model_folder.LoadedModel(WRAPPED.model, WRAPPED.tokenizer, "mdlm", 7), tmp_path / "a"
     )
     assert adlm.load(folder, verify=True).step == 7
     damage(folder / name)

@@ -28,11 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from adlm import checkpoint, files
+from adlm import files
 from adlm.data.prepare import prepare
 from adlm.data.sources import load_excerpt
+from adlm.models import folder as model_folder
 from adlm.models.language_model import ModelConfig
 from adlm.models.methods import METHODS, build_config
+from adlm.training import state as run_state
 from adlm.training.logging import Record, read_metrics
 from adlm.training.loop import Run, train
 
@@ -146,9 +148,9 @@ def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
     path = folder / "checkpoints" / which
     known = HuggingFaceStorageReader(str(path / "training")).read_metadata().state_dict_metadata
     loaded = {name: torch.zeros(about.size) for name, about in known.items()}
-    checkpoint.load_training_tensors(path, loaded)
+    run_state.load_training_tensors(path, loaded)
     return loaded | {
-        f"model.{name}": value for name, value in checkpoint.read_weights(path).items()
+        f"model.{name}": value for name, value in model_folder.read_weights(path).items()
     }
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import list_checkpoints, verify_checkpoint
 from adlm.files import PARTIAL
+from adlm.models.folder import list_checkpoints
+from adlm.training.state import verify_checkpoint
 from tests.attacks.commands import count_cases
 from tests.training.runs import assert_same, get_exit_code, in_process, run, wait_until
 

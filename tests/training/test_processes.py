@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import read_state
+from adlm.training.state import read_state
 from tests.training.runs import arguments, assert_close, run, run_jobs, shelf, torchrun
 
 # Adam divides by the size of a gradient: where that is rounding alone, eps keeps it so.

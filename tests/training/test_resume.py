@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import compute_checksums, find_latest_checkpoint, load_model, read_state
 from adlm.files import write_json
+from adlm.models.folder import compute_checksums, find_latest_checkpoint, load_model
 from adlm.models.methods import METHODS
 from adlm.training.logging import RunLogger, StepMetrics
+from adlm.training.state import read_state
 from tests.training.runs import (
     assert_same,
     curve,

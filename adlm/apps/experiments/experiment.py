@@ -22,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from adlm.apps.reasoning.verdicts import BETTER, compare_arms, flatten_settings, group_by
-from adlm.checkpoint import read_state
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.prepare import count_cores
 from adlm.data.shards import open_data
@@ -38,6 +37,7 @@ from adlm.text.lm import load
 from adlm.training.guard import catch_stop_signals
 from adlm.training.logging import read_metrics
 from adlm.training.loop import train
+from adlm.training.state import read_state
 
 MEASURED = "measured.json"  # in the folder of a finished run
 STOP_SECONDS = 15.0  # before the end of the time limit, for running processes to save

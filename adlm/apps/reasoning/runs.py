@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from adlm import checkpoint
 from adlm.apps.reasoning import sudoku
 from adlm.apps.reasoning.arms import (
     ARMS,
@@ -44,7 +43,6 @@ from adlm.apps.reasoning.tasks import (
 )
 from adlm.apps.reasoning.verdicts import RESULT
 from adlm.bundled import MODELS, find_bundled_model
-from adlm.checkpoint import LoadedModel
 from adlm.config import Config, load_config
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.devices import pick_device
@@ -55,12 +53,15 @@ from adlm.evaluate.results import save_json
 from adlm.files import hash_file, read_json
 from adlm.interop import gpt2
 from adlm.likelihood import compute_logits
+from adlm.models import folder as model_folder
 from adlm.models.costs import count_parameters, flops_per_token
+from adlm.models.folder import LoadedModel
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.methods import METHODS
 from adlm.models.vocabulary import extend_vocabulary
 from adlm.registry import Registry
 from adlm.training import setup
+from adlm.training import state as run_state
 from adlm.training.distributed import ParallelModel
 from adlm.training.loop import Run, run_training
 
@@ -154,7 +155,7 @@ def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
         ), None
     resumed = setup.find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
-        content, shape = checkpoint.read_config_json(resumed)
+        content, shape = model_folder.read_config_json(resumed)
         return open_task(config.reasoning, Tokenizer.load(resumed)), setup.InitModel(
             content["method"], shape
         )
@@ -162,12 +163,12 @@ def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
     settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     sha256 = None
     if isinstance(settings, dict) and "model_type" in settings:  # of transformers
-        loaded = LoadedModel(gpt2.load(path), load_tokenizer(path), "ar", 0, checkpoint.WRAPPED)
+        loaded = LoadedModel(gpt2.load(path), load_tokenizer(path), "ar", 0, model_folder.WRAPPED)
     else:
-        folder = checkpoint.find_model_folder(path)
+        folder = model_folder.find_model_folder(path)
         loaded, sha256 = (
-            checkpoint.load_model(folder),
-            hash_file(checkpoint.find_weights_file(folder)),
+            model_folder.load_model(folder),
+            hash_file(model_folder.find_weights_file(folder)),
         )
     model, tokenizer, method = loaded.model, loaded.tokenizer, loaded.method
     if not model.config.is_causal:
@@ -294,8 +295,8 @@ def load_run(folder: str | Path, *changes: str, device: str = "auto", **settings
         raise ValueError(
             f"{folder} was trained on text, not on a reasoning task: evaluate it with `adlm eval`"
         )
-    place, source = pick_device(device), checkpoint.find_model_folder(folder)
-    loaded = checkpoint.load_model(source)
+    place, source = pick_device(device), model_folder.find_model_folder(folder)
+    loaded = model_folder.load_model(source)
     task = open_task(config.reasoning, loaded.tokenizer)
     objective = build_reasoning_objective(config, task)
     return LoadedRun(
@@ -341,7 +342,7 @@ def evaluate(
         results = solve(run.model, task, objectives[name], sets[test])
         measured.setdefault(name, {})[test] = measure_results(task, sets[test], results)
 
-    is_generated = task.name in GENERATORS or checkpoint.read_state(run.folder)["data"].startswith(
+    is_generated = task.name in GENERATORS or run_state.read_state(run.folder)["data"].startswith(
         GENERATED
     )
     sections = ("steps", "batch", "init", "ema", "model", "optimizer", "objective")

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from adlm import checkpoint
 from adlm.apps.reasoning import runs
 from adlm.apps.reasoning.arms import ARMS
 from adlm.apps.reasoning.graphs import NAMES
 from adlm.apps.reasoning.runs import evaluate, load_run, open_run, solve, train
-from adlm.checkpoint import LoadedModel
 from adlm.config import load_config
 from adlm.data.tokenizers import END_OF_TEXT, train_bpe
 from adlm.distributed import DistributedContext
+from adlm.models import folder as model_folder
+from adlm.models.folder import LoadedModel
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.training import state as run_state
 from adlm.training.loop import Run, run_training
 from tests.training.runs import assert_close, assert_same, curve, shelf, tensors, torchrun
 from tests.training.runs import run as run_text
@@ -91,7 +92,7 @@ def test_ten_steps_are_five_and_five(tmp_path: Path, arm: str) -> None:
     done = run(straight, arm, *changes)
     with crash_at(7):
         run(torn, arm, *changes)
-    assert checkpoint.read_state(torn / "checkpoints/latest")["step"] == 5, (
+    assert run_state.read_state(torn / "checkpoints/latest")["step"] == 5, (
         "nothing to resume from: the test is void"
     )
     run(torn, arm, *changes)
@@ -135,9 +136,9 @@ def test_the_decoder_of_simcot_is_trained_and_checkpointed_but_no_part_of_the_mo
     assert not any(
         torch.equal(early[name], late[name]) for name in names if name.startswith("weights")
     )
-    saved = checkpoint.read_weights(tmp_path / "checkpoints/latest")
+    saved = model_folder.read_weights(tmp_path / "checkpoints/latest")
     assert not any("decoder" in name for name in saved)
-    assert checkpoint.load_model(tmp_path).model.state_dict().keys() >= saved.keys()
+    assert model_folder.load_model(tmp_path).model.state_dict().keys() >= saved.keys()
 
 
 def test_a_plain_run_has_the_names_of_its_model_alone(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_plain_run_has_the_names_of_its_model_alone(tmp_path: Path) -> None:
     names = {
         name.removeprefix("weights.") for name in tensors(tmp_path) if name.startswith("weights.")
     }
-    assert names == checkpoint.load_model(tmp_path).model.state_dict().keys()
+    assert names == model_folder.load_model(tmp_path).model.state_dict().keys()
 
 
 PROCESSES = ("cot", "acot", "acot_feedback", "a2r_random", "simcot", "codi")
@@ -227,7 +228,7 @@ def test_a_gpt2_folder_is_extended_and_trained_and_resumed_without_it(
     folder, init = tmp_path / "run", tmp_path / "gpt2"
     shutil.copytree(gpt2_folder, init)
     run(folder, arm, *text_settings(gsm8k), f"init={init}", task="gsm8k")
-    loaded = checkpoint.load_model(folder)
+    loaded = model_folder.load_model(folder)
     assert (
         loaded.model.config.vocab_size == VOCABULARY + 6 + 1
         and loaded.model.config.mask_id == VOCABULARY + 6
@@ -251,12 +252,12 @@ def test_a_run_starts_from_a_causal_model_of_text(gsm8k: Path, tmp_path: Path) -
         VOCABULARY, VOCABULARY - 1, dim=8, heads=2, denoiser_layers=1, length=640, is_causal=True
     )
     base = LanguageModel(shape, seed=3)
-    checkpoint.export_model(
+    model_folder.export_model(
         LoadedModel(base, tokenizer, "ar", 0, "wrapped"), tmp_path / "base", is_quantized=False
     )
     changes = *text_settings(gsm8k), f"init={tmp_path / 'base'}", "optimizer.lr=1e-9"
     run(tmp_path / "run", "acot_kept", *changes, task="gsm8k")
-    loaded = checkpoint.load_model(tmp_path / "run")
+    loaded = model_folder.load_model(tmp_path / "run")
     config = loaded.model.config
     assert config == replace(shape, vocab_size=VOCABULARY + 6, mask_id=VOCABULARY + 5)
     rows = slice(VOCABULARY - 1)
@@ -287,7 +288,7 @@ def test_a_run_starts_from_a_run_of_another_arm(tmp_path: Path) -> None:
     run(tmp_path / "cot", "cot", "steps=2")
     run(tmp_path / "acot", "acot", "steps=2", f"init={tmp_path / 'cot'}", "optimizer.lr=1e-9")
     first, second = (
-        checkpoint.load_model(tmp_path / arm).model.state_dict() for arm in ("cot", "acot")
+        model_folder.load_model(tmp_path / arm).model.state_dict() for arm in ("cot", "acot")
     )
     torch.testing.assert_close(first, second)
     with crash_at(4):
