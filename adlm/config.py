@@ -1,336 +1,193 @@
-"""The config of a training run: dataclasses, filled from a YAML recipe and `key=value` changes, and validated."""
+"""The settings of a training run, read from a YAML recipe and `key=value` changes.
+
+A settings class stands beside the code that it is for; `Config` composes them. A section of an app
+(`reasoning`) is known by name only, and its class is imported when a recipe has the section.
+"""
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
-from operator import attrgetter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
+from pydantic import Field, PositiveInt
+from pydantic.fields import FieldInfo
+from yaml import (
+    AliasEvent,
+    CollectionEndEvent,
+    CollectionStartEvent,
+    MappingNode,
+    ScalarEvent,
+    YAMLError,
+)
 
+from adlm.data.batches import DataSettings
+from adlm.diffusion.objectives import ObjectiveSettings
 from adlm.errors import suggest_names
 from adlm.files import write_atomically
-from adlm.models.language_model import ModelConfig
-from adlm.settings import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P
+from adlm.models.methods import ModelSettings
+from adlm.registry import load_object
+from adlm.settings import (
+    RESUMABLE,
+    PathText,
+    PlainText,
+    Settings,
+    SettingsError,
+    list_fields,
+    to_python,
+)
+from adlm.training.distributed import ParallelSettings
+from adlm.training.guard import GuardSettings
+from adlm.training.logging import LogSettings
+from adlm.training.optim import OptimizerSettings
+from adlm.training.state import CheckpointSettings
+from adlm.training.text import SampleSettings, ValidSettings
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
-MAX_DEPTH = (
-    20  # of the lists and mappings of a recipe; deep nesting overflows the stack of the YAML loader
-)
-TOO_DEEP = f"more than {MAX_DEPTH} levels deep: a recipe has `key: value` lines"
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf
-PATH_KEYS = ("folder", "init", "resume", "data.path", "data.stream", "reasoning.path")
-DEFAULTS = {"method": "adlm", "model.preset": "small"}  # without init, whose own they are otherwise
-INTERPOLATION = re.compile(r"\$\{[^}]*\}*")
-# Keys and sections that a run may resume with other values of; all others change what it computes.
-RESUMABLE = """
-log checkpoint samples valid parallel guard folder steps device micro_batch compile memory_check resume
-data.path data.workers data.verify reasoning.tests reasoning.samplers
-"""
-POSITIVE_KEYS = """
-steps batch micro_batch log.every valid.every valid.batch valid.draws samples.every samples.rows samples.steps
-checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr optimizer.clip
-objective.discrete_steps objective.time_std guard.spike guard.window parallel.shard
-reasoning.hops reasoning.stages reasoning.stage_steps reasoning.slots_per_stage reasoning.tests
-"""
-NON_NEGATIVE_KEYS = "objective.anchor_weight data.workers optimizer.warmup reasoning.label_weight"
-CHOICES = {
-    "optimizer.name": ("adamw", "muon"),
-    "optimizer.decay": ("constant", "cosine", "wsd"),
-    "precision": ("auto", "float32", "bfloat16"),
-    "parallel.kind": ("auto", "none", "ddp", "fsdp", "hsdp"),
-}
-# Which values of a key are allowed, and how an error says it; null is always allowed.
-LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **{key: (lambda value: value > 0, "above 0") for key in POSITIVE_KEYS.split()},
-    **{key: (lambda value: value >= 0, "at least 0") for key in NON_NEGATIVE_KEYS.split()},
-    **{
-        key: (values.__contains__, f"one of {', '.join(values)}") for key, values in CHOICES.items()
-    },
-    "valid.rows": (lambda value: value > 1, "at least 2 for a standard error"),
-    "seed": (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1"),
-    "ema": (lambda value: 0 <= value < 1, "in [0, 1) or null"),
-    "reasoning.revisit": (lambda value: 0 <= value <= 1, "in [0, 1]"),
-    "optimizer.floor": (lambda value: 0 <= value <= 1, "in [0, 1]"),
-    "optimizer.decay_share": (lambda value: 0 < value <= 1, "in (0, 1]"),
-    "samples.top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
-}
+DEFAULT_METHOD, DEFAULT_PRESET = "adlm", "small"  # without init, whose own they are otherwise
+# The class of a run with a section of an app.
+APP_SECTIONS = {"reasoning": "adlm.apps.reasoning.settings:ReasoningConfig"}
+
+MAX_VALUES = 2**20  # of YAML; aliases can stand for more than memory holds
+MAX_DEPTH = 20  # of lists and mappings; deep nesting overflows the stack of the YAML loader
+NULL = "tag:yaml.org,2002:null"
 
 
-@dataclass(frozen=True)
-class DataSettings:
-    """The training data; vocabulary, mask id and length are in its manifest."""
-
-    path: str = MISSING  # required: a folder written by `adlm prepare`
-    stream: str | None = None  # a source to stream instead of the train split of data.path
-    stream_options: dict[str, str] = field(
-        default_factory=dict
-    )  # split, column, documents, detokenizer
-    shuffle: int = 1024  # rows in the shuffle buffer of a stream
-    workers: int = 0  # dataloader processes
-    verify: bool = True  # compare the shards with their checksums at the start
-
-
-# The model: a preset (null: small, or the architecture of init) and changes to it. The keys are those of ModelConfig,
-# except for what data and method say; null is the preset's value, or that of init, and cond_dim=0 is no modulation.
-FIXED = ("vocab_size", "mask_id", "length", "is_causal")
-MODEL_KEYS = [
-    (key, kind | None, None)
-    for key, kind in get_type_hints(ModelConfig).items()
-    if key not in FIXED
-]
-MODULE = {"__module__": __name__}  # so that pickle finds the class
-ModelSettings = make_dataclass(
-    "ModelSettings", [("preset", str | None, None), *MODEL_KEYS], frozen=True, namespace=MODULE
-)
-
-
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """The training objective: noise schedule, anchors and their weight in the ANELBO."""
-
-    schedule: str = "loglinear"
-    schedule_options: dict[str, Any] = field(default_factory=dict)
-    anchor_rule: str = "rare_in_sequence"
-    max_count: int | None = 5  # rare_in_sequence, frequent_in_sequence: tau
-    max_fraction: float | None = None  # rare_in_sequence (with max_count=null), rare_in_corpus
-    top_fraction: float | None = None  # tf_idf
-    fraction: float | None = None  # random
-    ids: list[int] | None = None  # listed
-    anchor_scope: str = "all"
-    anchor_weight: float = 3e-3
-    anchor_ramp: bool = True  # gamma is min(anchor_weight, step / steps)
-    attend_padding: bool = False  # as the lineage on LM1B: padding is masked and attended like text
-    discrete_steps: int | None = None
-    time_std: float | None = None  # of training times around 1/2; null: uniform times
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """The optimizer and the learning rate schedule."""
-
-    name: str = "adamw"  # or muon
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0  # with muon, of its matrices alone
-    muon_lr: float = 0.02  # muon: of the layers' matrices
-    muon_momentum: float = 0.95
-    split_qkv: bool = False  # muon: queries, keys and values as three matrices
-    muon_beta2: float | None = (
-        None  # muon: rows are divided by the root of their mean square, averaged with this decay
-    )
-    clip: float = 1.0  # maximal gradient norm
-    warmup: int = 2500  # steps of linear warm-up
-    decay: str = "constant"  # or cosine, wsd (warm-up, stable, decay)
-    decay_share: float = 0.2  # wsd: the last part of the steps, in which it falls to 0
-    floor: float = 0.1  # cosine: where it ends, as a share of the peak
-
-
-@dataclass(frozen=True)
-class ValidSettings:
-    """Validation: the NELBO of held-out rows with fixed noise, exact for causal models."""
-
-    every: int = 5000
-    rows: int | None = 1024  # the first rows; null: all
-    batch: int | None = None  # rows per forward in a process; null: micro_batch
-    draws: int = 1  # noise draws per row
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """Samples written during training."""
-
-    every: int | None = None  # steps; null: none
-    rows: int = 2
-    sampler: str = DEFAULT_SAMPLER
-    steps: int = DEFAULT_STEPS
-    top_p: float = DEFAULT_TOP_P
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """Checkpoints."""
-
-    every: int = 5000
-    keep: int = 2  # number of latest checkpoints to keep, besides the best
-    background: bool = True  # write in a thread while training continues
-
-
-@dataclass(frozen=True)
-class LogSettings:
-    """Logging."""
-
-    every: int = 10
-    track: list[str] = field(default_factory=list)  # tensorboard, wandb, trackio
-    show: bool = True  # print progress
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """Protection against divergence."""
-
-    spike: float | None = (
-        20.0  # stop at so many standard deviations above the mean; null: only if not finite
-    )
-    window: int = 200  # steps of that mean
-
-
-@dataclass(frozen=True)
-class ParallelSettings:
-    """Parallelism over the processes that torchrun starts."""
-
-    kind: str = "auto"  # auto (ddp with several processes), none, ddp, fsdp, hsdp
-    shard: int | None = None  # hsdp: processes per replica; null: those of a node
-    checkpoint_activations: bool = False
-
-
-@dataclass(frozen=True)
-class ReasoningSettings:
-    """Training to reason (`adlm reason train`): a task of adlm.apps.reasoning instead of text."""
-
-    task: str | None = None  # null: text; arithmetic, graphs, chains, sudoku, gsm8k, …
-    arm: str = "cot"  # which tokens, labels and inputs: adlm.apps.reasoning.arms
-    path: str | None = None  # folder of the task's files; generated tasks use it for a second test
-    tokenizer: str | None = None  # of a text task; null: that of init
-    hops: int = 4  # generated tasks: training problems have 1 to this many
-    stages: int | None = None  # of the curriculum; null: those of the arm, else hops
-    stage_steps: int = 500  # optimizer steps of a stage
-    slots_per_stage: int = 1
-    revisit: float = 0.1  # probability that a row is laid out as in an earlier stage
-    label_weight: float = 1.0  # of a labelled slot in the loss; a token has 1
-    tests: int = 4000  # problems of each test set
-    samplers: list[str] = field(
-        default_factory=lambda: ["confidence"]
-    )  # arms mdlm, adlm; the first one validates
-
-
-@dataclass(frozen=True)
-class Config:
+class Config(Settings):
     """A training run. The defaults are the paper's."""
 
-    folder: str = MISSING  # required: the run folder
-    init: str | None = (
-        None  # start from the weights of a bundled model, a run or a checkpoint; null: from scratch
-    )
-    method: str | None = None  # null: adlm, or that of init
-    steps: int = 1_000_000
-    batch: int = 512  # rows per step, over all processes
-    micro_batch: int | None = None  # rows per forward in a process; null: all
-    seed: int = 0
-    ema: float | None = 0.9999  # decay of the weights' moving average; null: none
-    device: str = "auto"  # or cpu, cuda
-    precision: str = "auto"  # auto: bfloat16 (autocast) on a GPU, float32 elsewhere
-    compile: bool | None = None  # torch.compile of the layers; null: on a GPU
-    memory_check: bool = True  # stop before the first step if the memory estimate does not fit
-    resume: str = "auto"  # auto: from the folder's latest checkpoint; or the path of a checkpoint
-    data: DataSettings = field(default_factory=DataSettings)
-    reasoning: ReasoningSettings = field(default_factory=ReasoningSettings)
-    model: Any = field(default_factory=ModelSettings)
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    valid: ValidSettings = field(default_factory=ValidSettings)
-    samples: SampleSettings = field(default_factory=SampleSettings)
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    log: LogSettings = field(default_factory=LogSettings)
-    guard: GuardSettings = field(default_factory=GuardSettings)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-
-    def __post_init__(self) -> None:
-        for key, (is_allowed, expectation) in LIMITS.items():
-            value = attrgetter(key)(self)
-            if value is not None and not is_allowed(value):
-                raise ValueError(f"config: {key} must be {expectation}, got {value}")
-
-
-SECTIONS = [key for key, value in vars(Config()).items() if is_dataclass(value)]
+    folder: Annotated[PathText, RESUMABLE]
+    """The run folder."""
+    init: PathText | None = None
+    """Start from the weights of a bundled model, a run or a checkpoint; null: from scratch."""
+    method: str | None = None
+    """adlm, mdlm, ar, a2r or sedd; by default adlm, or that of init."""
+    steps: Annotated[PositiveInt, RESUMABLE] = 1_000_000
+    """Optimizer steps."""
+    batch: PositiveInt = 512
+    """Rows per step, over all processes."""
+    micro_batch: Annotated[PositiveInt | None, RESUMABLE] = None
+    """Rows per forward in a process; null: all."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Random seed."""
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = 0.9999
+    """Decay of the weights' moving average; null: none."""
+    device: Annotated[str, RESUMABLE] = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 (autocast) on a GPU, float32 elsewhere."""
+    compile: Annotated[bool | None, RESUMABLE] = None
+    """Compile the layers; null: on a GPU."""
+    memory_check: Annotated[bool, RESUMABLE] = True
+    """Stop before the first step if the memory estimate does not fit."""
+    resume: Annotated[PathText, RESUMABLE] = "auto"
+    """The checkpoint to resume from; auto: the folder's latest."""
+    data: DataSettings
+    """The training data."""
+    model: ModelSettings = ModelSettings()
+    """The model."""
+    objective: ObjectiveSettings = ObjectiveSettings()
+    """The training objective."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The optimizer and the learning rate schedule."""
+    valid: Annotated[ValidSettings, RESUMABLE] = ValidSettings()
+    """Validation."""
+    samples: Annotated[SampleSettings, RESUMABLE] = SampleSettings()
+    """Samples written during training."""
+    checkpoint: Annotated[CheckpointSettings, RESUMABLE] = CheckpointSettings()
+    """Checkpoints."""
+    log: Annotated[LogSettings, RESUMABLE] = LogSettings()
+    """Logging."""
+    guard: Annotated[GuardSettings, RESUMABLE] = GuardSettings()
+    """Protection against divergence."""
+    parallel: Annotated[ParallelSettings, RESUMABLE] = ParallelSettings()
+    """Parallelism."""
 
 
 def load_config(
     recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any
 ) -> Config:
-    """Load a recipe (a file, the name of a shipped one, a mapping), then apply `key=value` changes and keywords:
-    sections (`data={"path": ...}`) or dotted keys."""
-    merged: Any = OmegaConf.structured(Config)
-    for node in (
-        merged,
-        *(merged[key] for key in SECTIONS),
-    ):  # frozen dataclasses become read-only nodes
-        OmegaConf.set_readonly(node, False)
-    source = str(recipe) if isinstance(recipe, str | Path) else "the recipe"  # for error messages
+    """Load a recipe (a file, the name of a shipped one, a mapping), then apply `key=value` changes
+    and keywords: sections (`data={"path": ...}`) or dotted keys."""
+    values, source = read_recipe(recipe)
+    kind = choose_class([*values, *changes, *settings])
+    fields = list_fields(kind)
+    changed: list[str] = []
+    for change in changes:
+        key, value = read_change(change, fields)
+        values = insert(values, key, value)
+        changed.append(key)
+    for key, value in settings.items():
+        values = insert(values, key, to_text(value, key))
+        changed.append(key)
+    values.setdefault("data", {})  # so that an error about it names data.path
+    if values.get("init") is None:
+        values = add_defaults(values)
+
     try:
-        merged.merge_with(_refuse_interpolation(source, _read_recipe(recipe)))
-        for source in changes:
-            _refuse_interpolation(source, source)
-            key, equals, text = source.partition("=") if isinstance(source, str) else ("", "", "")
-            if not equals or not key.strip():
-                raise ValueError(
-                    f"{source!r} is not an override: write key=value, such as steps=1000 or data.path=FOLDER"
-                )
-            if (
-                key in ("folder", "init", "data.path") and text != "null"
-            ):  # names such as 2026-11-15 or 1e3 stay text
-                OmegaConf.update(merged, key, text)
-            else:
-                _refuse_nesting(key, text)
-                merged.merge_with_dotlist([source])
-        for source, value in settings.items():
-            OmegaConf.update(merged, source, _refuse_interpolation(source, value))
-        for key, value in DEFAULTS.items():
-            if merged.init is None and OmegaConf.select(merged, key) is None:
-                OmegaConf.update(merged, key, value)
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if (
-            merged.reasoning.task is not None and "data.path" in missing
-        ):  # its problems are in reasoning.path, or made
-            OmegaConf.update(merged, "data.path", "")
-            missing.remove("data.path")
-        if missing:
-            raise ValueError(
-                f"config: {', '.join(missing)} must be given, for example {missing[0]}=FOLDER"
-            )
-        for key in PATH_KEYS:  # shells do not expand the ~ of key=~/folder
-            if value := OmegaConf.select(merged, key):
-                OmegaConf.update(merged, key, os.path.expanduser(value))
-        return cast(Config, OmegaConf.to_object(merged))
-    except YAMLError as error:
-        raise ValueError(
-            f"config: {key}={text!r:.80} is no YAML value: put quotes around it"
-        ) from error
-    except RecursionError as error:  # by YAML aliases, or by a mapping of the caller
-        raise ValueError(f"{source} is nested {TOO_DEEP}") from error
-    except OmegaConfBaseException as error:
-        key, problem = getattr(error, "full_key", None) or source, str(error).splitlines()[0]
-        if "not in" not in problem and "Key" not in problem:
-            raise ValueError(f"config: {key}: {problem}") from error
-        known = list(_flatten(Config()))
-        hint = suggest_names(key, known) or f": expected one of {', '.join(known)}"
-        raise ValueError(f"config: unknown key {key!r}{hint}") from error
+        config = kind.parse("recipe", **values)
+        for section in APP_SECTIONS:
+            if has_defaults(config, section):  # as in the config.yaml of older runs on text
+                values = {key: value for key, value in values.items() if key != section}
+                config = Config.parse("recipe", **values)
+    except SettingsError as error:
+        is_changed = any(name.startswith(tuple(changed)) for name in error.values)
+        shown = str(error) if is_changed or not source else f"{source}: {error}"
+        raise ValueError(shown) from None
+    return config
 
 
 def save_config(config: Config, path: Path) -> None:
     """Write the whole config as YAML: a recipe that repeats the run."""
-    settings = asdict(config) | {
-        "resume": "auto"
-    }  # where a process resumed is no setting of the run
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(settings)).encode("utf-8"))
+    values = config.model_dump(mode="json")
+    values["resume"] = "auto"  # where a process resumed is no setting of the run
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    write_atomically(path, text.encode("utf-8"))
 
 
 def compare_configs(old: Config, new: Config) -> list[str]:
     """List the settings that prevent resuming `old` as `new`, each with both values."""
-    before, after, resumable = _flatten(old), _flatten(new), set(RESUMABLE.split())
-    keys = [
-        key
-        for key in before
-        if before[key] != after[key] and not {key, key.split(".")[0]} & resumable
-    ]
-    return [f"{key}: {before[key]} then, {after[key]} now" for key in keys]
+    kind = type(old) if type(new) is Config else type(new)  # with the section of an app
+    before = flatten(old)
+    after = flatten(new)
+    problems = []
+    for key, field in list_fields(kind).items():
+        default = field.get_default(call_default_factory=True)
+        then = before.get(key, default)
+        now = after.get(key, default)
+        if then != now and key not in find_resumable(kind):
+            problems.append(f"{key}: {then} then, {now} now")
+    return problems
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return the settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in config:
+        flat[key] = value
+        if isinstance(value, Settings):
+            del flat[key]
+            flat |= {f"{key}.{name}": item for name, item in value}
+    return flat
+
+
+def find_resumable(kind: type[Config]) -> set[str]:
+    """Return the keys that a run may resume with other values of; the others change the result."""
+    keys: set[str] = set()
+    for key, field in list_fields(kind).items():
+        section = key.partition(".")[0]
+        if is_resumable(field) or section in keys:
+            keys.add(key)
+    return keys
+
+
+def is_resumable(field: FieldInfo) -> bool:
+    """Return whether a field has the mark `RESUMABLE`."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("resumable"))
 
 
 def list_recipes() -> dict[str, Path]:
@@ -339,58 +196,187 @@ def list_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
-    if recipe is None or isinstance(recipe, Mapping):
-        return dict(recipe or {})
+# ------------------------------------------------------------------------------------- the parts
+
+
+def read_recipe(
+    recipe: Config | Mapping[str, Any] | str | Path | None,
+) -> tuple[dict[str, Any], str]:
+    """Return a recipe's values as texts, and its file for errors."""
+    if recipe is None:
+        return {}, ""
     if isinstance(recipe, Config):
-        return asdict(recipe)
-    path, recipes = Path(recipe), list_recipes()
-    if not path.is_file():
-        # `recipes/x.yaml` works from any folder: the recipes are also in the package.
-        name = path.name.removesuffix(".yaml")
-        if name not in recipes or (path.parent != Path() and path.parent.name != "recipes"):
-            hint = suggest_names(name, recipes)
-            raise ValueError(
-                f"unknown recipe {str(recipe)!r}{hint}: expected a file or one of {', '.join(recipes)}"
-            )
-        path = recipes[name]
+        return to_text(recipe.model_dump(), "the recipe"), ""
+    if isinstance(recipe, Mapping):
+        return to_text(recipe, "the recipe"), ""
+    path = find_recipe(recipe)
+    return read_yaml(path, "a recipe"), str(path)
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """Return the file of a recipe: `recipes/x.yaml` works from any folder, as the package has it."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    recipes = list_recipes()
+    name = path.name.removesuffix(".yaml")
+    if name not in recipes or (path.parent != Path() and path.parent.name != "recipes"):
+        hint = suggest_names(name, recipes)
+        expected = f"expected a file or one of {', '.join(recipes)}"
+        raise ValueError(f"unknown recipe {str(recipe)!r}{hint}: {expected}")
+    return recipes[name]
+
+
+def choose_class(keys: Iterable[str]) -> type[Config]:
+    """Return the class of a recipe with these keys: that of an app if it has the app's section."""
+    for section, target in APP_SECTIONS.items():
+        if any(re.match(rf"{section}\b", str(key)) for key in keys):
+            return load_object(target)
+    return Config
+
+
+def has_defaults(config: Config, section: str) -> bool:
+    """Return whether a config has the section of an app, and nothing in it."""
+    settings = getattr(config, section, None)
+    return settings is not None and settings == type(settings)()
+
+
+def add_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with the method and the preset of a run that starts from scratch."""
+    model = values.get("model")
+    if values.get("method") is None:
+        values = insert(values, "method", DEFAULT_METHOD)
+    if model is None or (isinstance(model, dict) and model.get("preset") is None):
+        values = insert(values, "model.preset", DEFAULT_PRESET)
+    return values
+
+
+def read_change(change: str, fields: Mapping[str, FieldInfo]) -> tuple[str, Any]:
+    """Return the key and the value of `key=value`; a path is taken as it was typed."""
+    key, sign, text = change.partition("=") if isinstance(change, str) else ("", "", "")
+    if not sign or not key.strip():
+        remedy = "write key=value, such as steps=1000 or data.path=FOLDER"
+        raise ValueError(f"{change!r} is not an override: {remedy}")
+    if key in fields and is_plain_text(fields[key]):
+        return key, None if text == "null" else text
     try:
-        _refuse_nesting(path, path.read_bytes())
-        loaded = OmegaConf.load(path)
-    except YAMLError as error:
-        raise ValueError(
-            f"{path} is not YAML ({' '.join(str(error).split())}): correct this line"
-        ) from error
-    if not OmegaConf.is_dict(loaded):
-        raise ValueError(f"{path.name} is not a recipe: its top level must be `key: value` lines")
-    return loaded
+        return key, load_yaml(text, key)
+    except YAMLError:
+        raise ValueError(f"{key}={text!r:.80} is no YAML value: put quotes around it") from None
 
 
-def _refuse_nesting(source: str | Path, content: str | bytes) -> None:
-    """Refuse YAML that is nested so deeply that loading it could overflow the stack, which ends the process."""
-    depth = 0
-    for event in yaml.parse(content, LOADER):  # which does not recurse
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{source} is nested {TOO_DEEP}")
+def is_plain_text(field: FieldInfo) -> bool:
+    """Return whether a field, or one of its types, has the mark `PlainText`."""
+    marks = [*field.metadata]
+    for kind in get_args(field.annotation):
+        marks += getattr(kind, "__metadata__", ())
+    return any(isinstance(mark, PlainText) for mark in marks)
 
 
-def _refuse_interpolation(source: str, value: Any) -> Any:
-    """Return a value without `${…}`: it would copy the environment into config.yaml and the trackers."""
-    if found := INTERPOLATION.search(str(value)):
-        raise ValueError(
-            f"config: {source} has {found[0]}, which is not resolved: write the value itself"
-        )
+def insert(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return values with another one under a key such as optimizer.lr; mappings are merged."""
+    first, _, rest = key.partition(".")
+    inner = values.get(first)
+    if rest:
+        value = insert(inner if isinstance(inner, Mapping) else {}, rest, value)
+    elif isinstance(inner, Mapping) and isinstance(value, Mapping):
+        for name, each in value.items():
+            inner = insert(inner, name, each)
+        value = inner
+    return {**values, first: value}
+
+
+def to_text(value: Any, source: str) -> Any:
+    """Return values of Python as YAML has them: texts in lists and mappings."""
+    try:
+        return _to_text(value)
+    except RecursionError:
+        raise ValueError(f"{source} is nested too deeply: give values by key") from None
+
+
+def _to_text(value: Any) -> Any:
+    value = to_python(value)
+    if isinstance(value, Settings):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {str(key): _to_text(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_text(each) for each in value]
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float | os.PathLike):
+        return str(value)
     return value
 
 
-def _flatten(config: Config) -> dict[str, Any]:
-    """Return the settings by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in asdict(config).items():
-        flat |= (
-            {f"{key}.{name}": item for name, item in value.items()}
-            if key in SECTIONS
-            else {key: value}
-        )
-    return flat
+# ------------------------------------------------------------------------------------------ YAML
+
+
+class TextLoader(yaml.BaseLoader):
+    """Leaves values as text, which the fields read: YAML takes 3e-3 for text and `no` for false."""
+
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise YAMLError(f"{name} is there twice")
+        return super().construct_mapping(node, deep)
+
+
+TextLoader.add_implicit_resolver(NULL, re.compile("(?:null|Null|NULL|~|)$"), ["n", "N", "~", ""])
+TextLoader.add_constructor(NULL, lambda loader, node: None)
+
+
+def read_yaml(path: Path, kind: str) -> dict[str, Any]:
+    """Return the values of a YAML file: texts, in lists and mappings."""
+    try:
+        values = load_yaml(path.read_bytes(), str(path))
+    except YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path} is not YAML ({problem}): correct this line") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not {kind}: its top level must be `key: value` lines")
+    return values
+
+
+def load_yaml(content: str | bytes, source: str) -> Any:
+    """Return a value of YAML, its leaves as texts."""
+    check_size(content, source)
+    return yaml.load(content, TextLoader)
+
+
+@dataclass
+class YamlSize:
+    """The size of a value of YAML: how many values it has, in how many levels."""
+
+    anchor: str | None = None
+    values: int = 1
+    levels: int = 1  # of lists and mappings, with its own; 0 of a text
+
+    def add(self, inner: "YamlSize") -> None:
+        """Count a value inside."""
+        self.values += inner.values
+        self.levels = max(self.levels, inner.levels + 1)
+
+
+def check_size(content: str | bytes, source: str) -> None:
+    """Refuse YAML that could overflow the stack or, by aliases, fill the memory."""
+    outer = [YamlSize()]  # the values around the current one
+    anchored: dict[str | None, YamlSize] = {}
+    for event in yaml.parse(content, yaml.BaseLoader):  # which does not recurse
+        if isinstance(event, CollectionStartEvent):
+            outer.append(YamlSize(event.anchor))
+        elif isinstance(event, CollectionEndEvent):
+            inner = outer.pop()
+            anchored[inner.anchor] = inner
+            outer[-1].add(inner)
+        elif isinstance(event, AliasEvent):
+            outer[-1].add(anchored.get(event.anchor, YamlSize(levels=0)))
+        elif isinstance(event, ScalarEvent):
+            outer[-1].add(YamlSize(levels=0))
+
+        if len(outer) - 2 + outer[-1].levels > MAX_DEPTH:
+            problem = f"is nested more than {MAX_DEPTH} levels deep"
+            raise ValueError(f"{source} {problem}: write `key: value` lines")
+        if outer[-1].values > MAX_VALUES:
+            raise ValueError(f"{source} has more than {MAX_VALUES:,} values: use fewer aliases")

@@ -192,9 +192,20 @@ def from_state_dict(
             )
         heads = max(1, dim // sizes.pop())
     cond = state.get(CONDITION)
-    settings: dict[str, Any] = {"time_conditioning": time_conditioning, "dropout": dropout}
-    settings["cond_dim"] = None if cond is None else cond.shape[:1].numel()
-    config = ModelConfig(vocab_size, mask_id, dim, heads, *layers, length, cond is None, **settings)
+    config = ModelConfig.parse(
+        "python",
+        vocab_size=vocab_size,
+        mask_id=mask_id,
+        dim=dim,
+        heads=heads,
+        anchor_layers=layers[0],
+        denoiser_layers=layers[1],
+        length=length,
+        is_causal=cond is None,
+        cond_dim=None if cond is None else cond.shape[:1].numel(),
+        time_conditioning=time_conditioning,
+        dropout=dropout,
+    )
     expected = rotary_frequencies(dim // heads)
     for name, value in buffers.items():
         if value.shape != expected.shape or not torch.allclose(
@@ -373,7 +384,7 @@ def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     }
     required |= {"anchor_layers": 0, "cond_dim": None} if is_causal else {}
     required |= {"bridge": "factored"} if config.anchor_layers else {}
-    required |= {name: getattr(ModelConfig, name) for name in EXTENSIONS}
+    required |= {name: ModelConfig.model_fields[name].default for name in EXTENSIONS}
     wrong = [name for name, value in required.items() if getattr(config, name) != value]
     wrong += [
         name for name in ("mask_id", "cond_dim")[: 2 - is_causal] if getattr(config, name) is None

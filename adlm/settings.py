@@ -6,11 +6,23 @@ sampling is a field of `SamplingSettings`, and its name and type a line of `Samp
 """
 
 import inspect
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypedDict, runtime_checkable
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    TypedDict,
+    get_args,
+    runtime_checkable,
+)
 
 import pydantic
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
@@ -119,6 +131,10 @@ class Settings(BaseModel):
             cause = explain(cls, error.errors(), values, vocabulary)
             raise cause.rename(typed_names) from None
 
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values, which are checked."""
+        return self.parse("python", self, **changes)
+
     def to_keywords(self, vocabulary: Vocabulary) -> dict[str, Any]:
         """Return the settings that are not None under a vocabulary's names."""
         names = list_own_names(type(self), vocabulary)
@@ -140,22 +156,19 @@ def explain(
 ) -> SettingsError:
     """Return one of pydantic's errors as ours: an unknown name, or else the first."""
     first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
-    key = ".".join(str(part) for part in first["loc"])
+    place = [str(part) for part in first["loc"]]
     value = first["input"]
     if first["type"] == "extra_forbidden":
-        return SettingsError({key: value}, suggest(settings, key, vocabulary))
+        return SettingsError({".".join(place): value}, suggest_at(settings, place, vocabulary))
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SettingsError):  # of a rule over several fields
-        prefix = f"{key}." if key else ""
-        return cause.rename({name: prefix + name for name in cause.values})
-    fields = list_fields(settings)
-    while key and key not in fields:  # an item of a list, or one of several types
-        key = key.rpartition(".")[0]
-    if not key:
+        return cause.rename({name: ".".join([*place, name]) for name in cause.values})
+    path = find_fields(settings, place)
+    if not path:
         return SettingsError(
             {"settings": dict(given)}, f"expected names with values: {first['msg']}"
         )
-    field = fields[key]
+    key, (_, field) = path.popitem()
     value = given.get(key, value)
     if first["type"] == "missing":
         value = None
@@ -163,12 +176,47 @@ def explain(
         return SettingsError({key: value}, str(cause))
     expected = f"expected {describe(field)}"
     if field.is_required():
-        return SettingsError({key: value}, f"{expected}; give {field.description or 'it'}")
+        wanted = (field.description or "it").rstrip(".")
+        return SettingsError({key: value}, f"{expected}; give {wanted[0].lower()}{wanted[1:]}")
     default = field.get_default(call_default_factory=True, validated_data={})
     if default is None or isinstance(default, BaseModel):
         return SettingsError({key: value}, f"{expected}; leave it out")
     shown = f"{default!s:.{MAX_SHOWN}}"
     return SettingsError({key: value}, f"{expected}; leave it out for the default ({shown})")
+
+
+def find_fields(
+    settings: type[BaseModel], place: Sequence[str]
+) -> dict[str, tuple[type[BaseModel], FieldInfo]]:
+    """Return the fields on the way to a place by key, each with its class: splits.train.rows.
+
+    What is no field is a name or a number of an item, or one of several types of a value.
+    """
+    path: dict[str, tuple[type[BaseModel], FieldInfo]] = {}
+    classes = [settings]
+    for count, part in enumerate(place, 1):
+        owner = next((each for each in classes if part in each.model_fields), None)
+        if owner is not None:
+            field = owner.model_fields[part]
+            path[".".join(place[:count])] = owner, field
+            classes = find_classes(field.annotation)
+    return path
+
+
+def find_classes(annotation: Any) -> list[type[BaseModel]]:
+    """Return the classes of settings in a type: itself, of its items, or of its alternatives."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [each for part in get_args(annotation) for each in find_classes(part)]
+
+
+def suggest_at(settings: type[BaseModel], place: Sequence[str], vocabulary: Vocabulary) -> str:
+    """Return what to do about an unknown name at a place, which may be in an item of a field."""
+    if len(place) < 3:
+        return suggest(settings, ".".join(place), vocabulary)
+    path = find_fields(settings, place[:-1])
+    _, field = path.popitem()[1]
+    return suggest(find_classes(field.annotation)[0], place[-1], vocabulary)
 
 
 def suggest(settings: type[BaseModel], name: str, vocabulary: Vocabulary) -> str:
@@ -257,6 +305,22 @@ def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settin
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (kind, default)
     return pydantic.create_model("Parameters", __base__=Settings, **fields)
+
+
+# ------------------------------------------------------------------------------ marks in recipes
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Marks a text that a command line gives as it was typed, not as YAML."""
+
+
+RESUMABLE = Field(json_schema_extra={"resumable": True})  # a run may resume with another value
+PathText = Annotated[
+    str,
+    PlainText(),
+    pydantic.AfterValidator(os.path.expanduser),  # shells leave the ~ of key=~/folder
+]
 
 
 # -------------------------------------------------------------------------------------- sampling

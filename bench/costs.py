@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from adlm.models.costs import count_parameters, estimate_memory, flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
@@ -51,13 +51,13 @@ SAME = ModelConfig(vocab_size=32_768, mask_id=32_767, bridge="direct", dropout=0
 LARGER = (
     Larger(
         "1B",
-        replace(SAME, dim=2048, heads=16, anchor_layers=12, denoiser_layers=6, length=2048),
+        SAME.replace(dim=2048, heads=16, anchor_layers=12, denoiser_layers=6, length=2048),
         0.51,
         budget=100e9,
     ),
     Larger(
         "7B",
-        replace(SAME, dim=4096, heads=32, anchor_layers=22, denoiser_layers=11, length=4096),
+        SAME.replace(dim=4096, heads=32, anchor_layers=22, denoiser_layers=11, length=4096),
         0.44,
         budget=500e9,
     ),

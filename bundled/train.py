@@ -35,11 +35,18 @@ MARGIN = 0.96  # of the time is for steps, the rest for validation, checkpoints 
 def train_all(methods: Sequence[str], runs: Path, data: str, settings: Mapping[str, Any]) -> None:
     """Train and measure models, each in a process of its own, with changed settings of their recipes."""
     arms = {
-        name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings))
+        name: ExperimentArm(
+            recipe=str(ROOT / f"recipes/bundled-{name}.yaml"), overrides=dict(settings)
+        )
         for name in methods
     }
     experiment = Experiment(
-        "The bundled models", arms, {"": data}, [0], measure=MEASURE, jobs=len(arms)
+        question="The bundled models",
+        arms=arms,
+        corpora={"": data},
+        seeds=[0],
+        measure=MEASURE,
+        jobs=len(arms),
     )
     results, failures = run_experiment(experiment, runs / f"{'-'.join(methods)}.json", runs)
     if failed := sorted(failures):  # they failed in any order

@@ -34,7 +34,7 @@ def unfold(folded: LanguageModel, cond_dim: int, seed: int = 0) -> LanguageModel
             f"cond_dim is {folded.config.cond_dim}: expected a folded model, as bundled/ship.py writes"
         )
     rng = torch.Generator().manual_seed(seed)
-    model = LanguageModel(replace(folded.config, cond_dim=cond_dim, norm_bias=False), seed=seed)
+    model = LanguageModel(folded.config.replace(cond_dim=cond_dim, norm_bias=False), seed=seed)
     known = folded.state_dict()
     is_new = {name: ".modulation." in name or ".condition." in name for name in model.state_dict()}
     model.load_state_dict(

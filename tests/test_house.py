@@ -75,7 +75,7 @@ def test_the_command_line_does_not_wait_for_slow_imports() -> None:
         "torch",
         "numpy",
         "scipy",
-        "omegaconf",
+        "yaml",
         "tokenizers",
         "safetensors",
         "transformers",

@@ -137,7 +137,7 @@ def test_errors_of_sections_and_texts() -> None:
     read = Outer.parse("recipe", folder="x", steps="20", inner={"lr": "1e-3"}, ema=None)
     assert read == Outer(folder="x", steps=20, inner=Inner(lr=1e-3), ema=None)
     for given, part in (
-        ({}, "folder=None: expected a text; give The run folder."),
+        ({}, "folder=None: expected a text; give the run folder"),
         ({"folder": "x", "inner": {"lr": "-1"}}, "inner.lr='-1': expected a number above 0; leave"),
         ({"folder": "x", "inner": {"warmpu": "1"}}, "inner.warmpu='1': unknown name; did you mean inner.warmup?"),
         ({"folder": "x", "inner": "3"}, "inner='3': expected names with values; leave it out"),

@@ -182,9 +182,9 @@ def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> None:
 
 def describe_recipe(path: Path) -> dict[str, Any]:
     """Return what a recipe trains and needs, from its settings and the comments before them."""
-    from omegaconf import OmegaConf
+    from adlm.config import read_yaml
 
-    settings: Any = OmegaConf.load(path)
+    settings = read_yaml(path, "a recipe")
     comments = [
         line.removeprefix("# ")
         for line in path.read_text("utf-8").splitlines()
@@ -207,7 +207,7 @@ def describe_recipe(path: Path) -> dict[str, Any]:
         "recipe": path.stem,
         "method": settings.get("method", "that of the arm" if reasoning else "that of init"),
         "device": device,
-        "steps": settings.get("steps"),
+        "steps": int(settings["steps"]) if "steps" in settings else None,
         "data": " ".join(filter(None, data.groups())) if data else other_data,
         "about": re.split(r"[.:;] ", about)[0].removesuffix("."),
         "commands": commands,

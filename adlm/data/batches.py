@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from adlm.data.packing import PackedRows, Packer, iterate_blocks
 from adlm.data.sources import Source
 from adlm.data.tokenizers import Tokenizer
+from adlm.settings import RESUMABLE, PathText, Settings
 
 DOCUMENT_CHUNK = 64  # documents that a stream tokenizes at a time
 # The start of a block in the source, and the rows taken from the block.
@@ -47,6 +49,23 @@ class TensorRows:
 def is_valid(lengths: Tensor, length: int) -> Tensor:
     """Return a mask (n, L) that is False at padding."""
     return torch.arange(length) < lengths[:, None]
+
+
+class DataSettings(Settings):
+    """The training data; vocabulary, mask id and length are in its manifest."""
+
+    path: Annotated[PathText, RESUMABLE]
+    """A folder written by `adlm prepare`."""
+    stream: PathText | None = None
+    """A source to stream instead of the train split of data.path."""
+    stream_options: dict[str, str] = Field(default_factory=dict)
+    """Options of the source: split, column, documents, detokenizer."""
+    shuffle: PositiveInt = 1024
+    """Rows in the shuffle buffer of a stream."""
+    workers: Annotated[NonNegativeInt, RESUMABLE] = 0
+    """Processes that load data."""
+    verify: Annotated[bool, RESUMABLE] = True
+    """Compare the shards with their checksums at the start."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from adlm.diffusion.features import FeatureModel, compute_features, find_anchor_head, find_device
@@ -26,8 +27,42 @@ from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule, missing_share
 from adlm.diffusion.selected import Head, SelectedLoss, selected_loss
 from adlm.registry import Registry
+from adlm.settings import OptionValue, Settings
 
 MAX_MISSING = 0.01  # of alpha(0) - alpha(1); a bound of a schedule that lacks more is log-linear
+
+
+class ObjectiveSettings(Settings):
+    """The training objective: noise schedule, anchors and their weight in the ANELBO."""
+
+    schedule: str = "loglinear"
+    """The noise schedule."""
+    schedule_options: dict[str, OptionValue] = Field(default_factory=dict)
+    """The schedule's own options, such as eps."""
+    anchor_rule: str = "rare_in_sequence"
+    """Which tokens are anchors, for a method with two stages."""
+    max_count: int | None = 5
+    """τ of rare_in_sequence and frequent_in_sequence: occurrences in a row."""
+    max_fraction: float | None = None
+    """Largest share of tokens: rare_in_sequence (with max_count=null), rare_in_corpus."""
+    top_fraction: float | None = None
+    """Share of anchors in a row: tf_idf."""
+    fraction: float | None = None
+    """Share of anchors in a row: random."""
+    ids: list[int] | None = None
+    """Token ids that are anchors: listed."""
+    anchor_scope: str = "all"
+    """Which anchors count: all, or only hidden ones."""
+    anchor_weight: NonNegativeFloat = 3e-3
+    """γ: weight of the anchor term."""
+    anchor_ramp: bool = True
+    """Let γ rise: min(anchor_weight, step / steps)."""
+    attend_padding: bool = False
+    """Mask padding and attend to it like text, as the lineage does on LM1B."""
+    discrete_steps: PositiveInt | None = None
+    """Steps of the discrete-time bound; null: continuous time."""
+    time_std: PositiveFloat | None = None
+    """Standard deviation of training times around 1/2; null: uniform times."""
 
 
 class TrainingRows(Protocol):

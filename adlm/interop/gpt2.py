@@ -88,12 +88,22 @@ def from_state_dict(
         raise ValueError("lm_head.weight is not wte.weight: convert a GPT-2 with tied embeddings")
     vocab_size, dim = renamed["embed.weight"].shape
     layers = len({name.split(".")[2] for name in renamed if name.startswith("denoiser.layers.")})
-    settings: dict[str, Any] = {
-        "denoiser_layers": layers,
-        "length": renamed["positions.weight"].shape[0],
-    }
-    settings |= {"is_causal": True, "cond_dim": None, "dropout": dropout, "positions": "learned"}
-    settings |= dict.fromkeys(("norm_bias", "attention_bias", "tied"), True)
-    model = LanguageModel(ModelConfig(vocab_size, None, dim, heads, **settings))
+    config = ModelConfig.parse(
+        "python",
+        vocab_size=vocab_size,
+        mask_id=None,
+        dim=dim,
+        heads=heads,
+        denoiser_layers=layers,
+        length=renamed["positions.weight"].shape[0],
+        is_causal=True,
+        cond_dim=None,
+        dropout=dropout,
+        positions="learned",
+        norm_bias=True,
+        attention_bias=True,
+        tied=True,
+    )
+    model = LanguageModel(config)
     model.load_state_dict(renamed)
     return model.eval()

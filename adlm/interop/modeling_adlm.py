@@ -73,7 +73,7 @@ class AdlmPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: AdlmConfig) -> None:
         super().__init__(config)
-        shape = ModelConfig(**config.model)
+        shape = ModelConfig.parse("json", **config.model)
         if torch.get_default_device().type == "meta":  # `from_pretrained`: the weights follow
             self.model = build_on_meta(shape)
         else:

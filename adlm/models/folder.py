@@ -4,7 +4,7 @@ A model folder never causes an import, and its weights are safetensors: whatever
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def read_config_json(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     path = folder / "config.json"
     content = {"rows": WRAPPED} | read_object(path, CONFIG_FORM, f"{COPY_AGAIN}, or update adlm")
     try:
-        return content, ModelConfig(**content["model"])
+        return content, ModelConfig.parse("json", **content["model"])
     except (
         ValueError,
         TypeError,
@@ -249,7 +249,7 @@ def build_config_json(config: ModelConfig, method: str, step: int, rows: str) ->
         "method": method,
         "step": step,
         "rows": rows,
-        "model": asdict(config),
+        "model": config.model_dump(),
     }
 
 

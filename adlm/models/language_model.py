@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import Annotated, Literal, Self, TypeGuard
 
+import pydantic
 import torch
 import torch.nn.functional as F
+from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 
 from adlm.diffusion.features import Features
@@ -38,91 +39,74 @@ from adlm.models.transformer import (
     rotary_table,
     scatter_rows,
 )
+from adlm.settings import Settings
 
-CHOICES = {"bridge": ("factored", "direct", "softmax", "none"), "positions": ("rotary", "learned")}
 # Inductor's fusion of row sums with column sums gives wrong gradients of the modulations at training sizes (torch 2.11,
 # relative errors of 0.4 to 7); without it a step takes as long.
 INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
 # Settings that the paper's models do not have.
 EXTENSIONS = ("embed_norm", "qk_norm", "project_after")
-# The least and the largest value of each size.
-SIZES = {
-    "vocab_size": (1, 2**24),
-    "dim": (1, 2**16),
-    "heads": (1, 2**16),
-    "anchor_layers": (0, 1024),
-}
-SIZES |= {
-    "denoiser_layers": (1, 1024),
-    "length": (1, 2**17),
-    "cond_dim": (1, 2**16),
-    "project_after": (0, 1024),
-}
 NEG_INF = -1e6  # log-probability of the impossible; finite, so that 0 · log 0 stays 0
 
+Width = Annotated[int, Field(ge=1, le=2**16)]
+Depth = Annotated[int, Field(ge=0, le=1024)]
 
-@dataclass(frozen=True)
-class ModelConfig:
+
+class ModelConfig(Settings):
     """The shape of a model. `vocab_size` counts the mask token, if there is one."""
 
-    vocab_size: int
-    mask_id: int | None
-    dim: int = 768
-    heads: int = 12
-    anchor_layers: int = 0
-    denoiser_layers: int = 12
-    length: int = 1024
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)]
+    """Tokens of the vocabulary, with the mask."""
+    mask_id: NonNegativeInt | None
+    """Id of the mask; a masked model needs one."""
+    dim: Width = 768
+    """Width of the network."""
+    heads: Width = 12
+    """Attention heads."""
+    anchor_layers: Depth = 0
+    """Layers of the anchor network; 0: the model has one stage."""
+    denoiser_layers: Annotated[int, Field(ge=1, le=1024)] = 12
+    """Layers of the denoiser."""
+    length: Annotated[int, Field(ge=1, le=2**17)] = 1024
+    """Positions of a row."""
     is_causal: bool = False
-    bridge: str = "factored"
-    cond_dim: int | None = 128
+    """Whether the model reads from left to right."""
+    bridge: Literal["factored", "direct", "softmax", "none"] = "factored"
+    """What the denoiser reads: a map of the anchor logits, of the features, or the tokens."""
+    cond_dim: Width | None = 128
+    """Width of the layers' modulation; null: none."""
     time_conditioning: bool = False
-    dropout: float = 0.1
-    positions: str = "rotary"
+    """Give the layers the noise level."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Dropout after attention and MLP."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Position encoding."""
     norm_bias: bool = False
+    """Biases in the norms."""
     attention_bias: bool = False
+    """Biases in the attention."""
     tied: bool = False
-    embed_norm: bool = False  # divide embeddings by their root mean square
-    qk_norm: bool = False  # likewise queries and keys
-    project_after: int = (
-        0  # a dim × dim matrix after this layer of the denoiser, at first the identity; 0: none
-    )
+    """One matrix as embedding and head."""
+    embed_norm: bool = False
+    """Divide embeddings by their root mean square."""
+    qk_norm: bool = False
+    """Divide queries and keys by their root mean square."""
+    project_after: Depth = 0
+    """A dim × dim matrix after this layer of the denoiser, at first the identity; 0: none."""
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value not in CHOICES.get(name, (value,)):
-                raise ValueError(
-                    f"unknown {name} {value!r:.80}: expected one of {', '.join(CHOICES[name])}"
-                )
-            low, high = SIZES.get(name, (0, 0))
-            if (
-                high
-                and not (is_whole(value) and low <= value <= high)
-                and (name, value) != ("cond_dim", None)
-            ):
-                expected = f"a whole number between {low} and {high:,}"
-                raise ValueError(f"model config: {name} must be {expected}, got {value!r:.80}")
-            if isinstance(getattr(ModelConfig, name, None), bool) and not isinstance(
-                value, bool
-            ):  # by its default
-                raise ValueError(f"model config: {name} must be true or false, got {value!r:.80}")
-        is_outside = self.mask_id is not None and not (
-            is_whole(self.mask_id) and 0 <= self.mask_id < self.vocab_size
-        )
-        is_rate = isinstance(self.dropout, int | float) and 0 <= self.dropout < 1
-        problems = {
-            f"dropout must be a number in [0, 1), got {self.dropout!r:.80}": not is_rate,
-            f"dim {self.dim} must be a multiple of heads {self.heads}": self.dim % self.heads != 0,
-            f"dim / heads = {self.dim // self.heads} must be even": self.dim // self.heads % 2 != 0,
-            f"mask_id {self.mask_id!r:.80} is outside the vocabulary of {self.vocab_size}": is_outside,
-            "a masked (not causal) model needs a mask_id": not self.is_causal
-            and self.mask_id is None,
-            "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
-            f"project_after {self.project_after} is above denoiser_layers": self.project_after
-            > self.denoiser_layers,
-        }
-        for problem, is_present in problems.items():
-            if is_present:
-                raise ValueError(f"model config: {problem}")
+    @pydantic.model_validator(mode="after")
+    def check_together(self) -> Self:
+        """Check the rules about several settings."""
+        self.require(self.dim % self.heads == 0, "dim to be a multiple of heads", "dim", "heads")
+        self.require(self.dim // self.heads % 2 == 0, "dim / heads to be even", "dim", "heads")
+        is_inside = self.mask_id is None or self.mask_id < self.vocab_size
+        self.require(is_inside, "an id of the vocabulary", "mask_id", "vocab_size")
+        has_mask = self.is_causal or self.mask_id is not None
+        self.require(has_mask, "a mask_id for a masked model", "mask_id", "is_causal")
+        has_condition = self.cond_dim is not None or not self.time_conditioning
+        self.require(has_condition, "a cond_dim with it", "time_conditioning", "cond_dim")
+        is_layer = self.project_after <= self.denoiser_layers
+        return self.require(is_layer, "one of the layers", "project_after", "denoiser_layers")
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -404,12 +388,12 @@ def fold_model(model: LanguageModel) -> LanguageModel:
     """Copy a model with everything that does not depend on the tokens multiplied into its matrices."""
     config, state = model.config, dict(model.state_dict())
     if config.cond_dim is not None and not config.time_conditioning:
-        config = replace(config, cond_dim=None, norm_bias=True)
+        config = config.replace(cond_dim=None, norm_bias=True)
         for name, stage in (("anchor", model.anchor), ("denoiser", model.denoiser)):
             if stage is not None:
                 state |= {f"{name}.{key}": value for key, value in stage.fold().items()}
     if config.anchor_layers and config.bridge == "factored":
-        config = replace(config, bridge="direct")
+        config = config.replace(bridge="direct")
         state["bridge.weight"], state["bridge.bias"] = model.bridge_product()
     copy = build_on_meta(config)
     copy.load_state_dict({name: state[name].clone() for name in copy.state_dict()}, assign=True)

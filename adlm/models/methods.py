@@ -1,11 +1,15 @@
 """The paper's methods and sizes by name, and the config of a method in a size."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from adlm.errors import check_known
+import pydantic
+from pydantic import Field
+
 from adlm.models.language_model import ModelConfig
 from adlm.registry import Registry
+from adlm.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,38 @@ PRESETS: Registry[dict[str, Any]] = Registry(
 )
 
 
+# What the data and the method say, and no recipe.
+FIXED = ("vocab_size", "mask_id", "length", "is_causal")
+
+
+def make_optional_fields(settings: type[Settings], left_out: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a class for `create_model`, each with the default None."""
+    fields: dict[str, Any] = {}
+    for name, field in settings.model_fields.items():
+        if name not in left_out:
+            kind: Any = Annotated[field.annotation, Field(), *field.metadata]
+            fields[name] = (kind | None, Field(None, description=field.description))
+    return fields
+
+
+ModelChanges: Any = pydantic.create_model(
+    "ModelChanges",
+    __base__=Settings,
+    __module__=__name__,
+    preset=(str | None, None),
+    **make_optional_fields(ModelConfig, FIXED),
+)
+
+
+class ModelSettings(ModelChanges):
+    """The model of a recipe: a preset and changes to it; null is the value of both or of `init`."""
+
+    preset: str | None = None
+    """Sizes: nano, small, medium or large; with init, by default its architecture."""
+    cond_dim: Annotated[int, Field(ge=0, le=2**16)] | None = None
+    """Width of the layers' modulation; 0: none."""
+
+
 def build_config(
     method: str, preset: str, *, vocab_size: int, mask_id: int | None, **changes: Any
 ) -> ModelConfig:
@@ -57,11 +93,5 @@ def build_config(
         size = size | {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}
     if shape.is_causal:
         size = size | {"cond_dim": None}  # the lineage's causal layers have no modulation
-    for change in changes:
-        check_known("model setting", change, [field.name for field in fields(ModelConfig)])
-    settings = (
-        size
-        | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id}
-        | changes
-    )
-    return ModelConfig(**settings)
+    given = {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id}
+    return ModelConfig.parse("python", **(size | given | changes))

@@ -1,7 +1,5 @@
 """Adds tokens to a model's vocabulary."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -51,7 +49,7 @@ def extend_vocabulary(model: LanguageModel, count: int, init: int | None = None)
     if config.anchor_layers and config.bridge == "factored":
         old = state["bridge.weight"]
         state["bridge.weight"] = torch.cat([old, old.new_zeros(len(old), count)], dim=1)
-    extended = build_on_meta(replace(config, vocab_size=vocab + count))
+    extended = build_on_meta(config.replace(vocab_size=vocab + count))
     extended.load_state_dict(state, assign=True)
     if config.tied:
         extended.head.weight = extended.embed.weight

@@ -4,21 +4,33 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from adlm.config import ParallelSettings
 from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Loss, Objective
 from adlm.distributed import DistributedContext
 from adlm.models.language_model import LanguageModel
 from adlm.models.transformer import Layer
+from adlm.settings import Settings
+
+
+class ParallelSettings(Settings):
+    """Parallelism over the processes that torchrun starts."""
+
+    kind: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
+    """Data parallelism (ddp) or sharded weights (fsdp, hsdp); auto: ddp with several processes."""
+    shard: PositiveInt | None = None
+    """hsdp: processes per replica; null: those of a node."""
+    checkpoint_activations: bool = False
+    """Compute activations again in the backward pass, to save memory."""
 
 
 class LossModule(nn.Module):

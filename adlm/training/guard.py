@@ -10,13 +10,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from pydantic import PositiveFloat, PositiveInt
+
 from adlm.data.batches import Batch
 from adlm.errors import Diverged
 from adlm.files import write_json, write_tensors
+from adlm.settings import Settings
 
 # 75 is EX_TEMPFAIL: the run is saved, start the same command again.
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGINT: 130}
 EXIT_CODES |= {signal.SIGUSR1: 75} if hasattr(signal, "SIGUSR1") else {}  # Windows lacks it
+
+
+class GuardSettings(Settings):
+    """Protection against divergence."""
+
+    spike: PositiveFloat | None = 20.0
+    """Stop at a loss so many standard deviations above the mean; null: only if not finite."""
+    window: PositiveInt = 200
+    """Steps of that mean."""
 
 
 class LossGuard:

@@ -7,12 +7,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from pydantic import Field, PositiveInt
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -29,9 +30,10 @@ from adlm.distributed import DistributedContext
 from adlm.errors import import_extra
 from adlm.files import append_line, sync_path, write_atomically
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
+from adlm.models.language_model import ModelConfig
 from adlm.registry import Registry
+from adlm.settings import Settings
 from adlm.training.guard import LossGuard
-from adlm.training.setup import TrainingTask
 from adlm.view.console import SafeConsole
 
 Record = dict[
@@ -42,6 +44,32 @@ WriteRecord = Callable[[Record], None]
 STEP_METRICS = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
 PROJECT = "adlm"
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal
+
+
+class LogSettings(Settings):
+    """Logging."""
+
+    every: PositiveInt = 10
+    """Steps between two records of metrics."""
+    track: list[str] = Field(default_factory=list)
+    """Trackers: tensorboard, wandb, trackio."""
+    show: bool = True
+    """Print progress."""
+
+
+class LoggedTask(Protocol):
+    """What is logged of a task."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def shape(self) -> ModelConfig: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def row_tokens(self) -> float | None: ...
+    @property
+    def description(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -165,7 +193,11 @@ class RunLogger:
     that of the checkpoint that the run resumes from; `exit_stack` closes what is opened here."""
 
     def __init__(
-        self, task: TrainingTask, context: DistributedContext, exit_stack: ExitStack, state: Record
+        self,
+        task: LoggedTask,
+        context: DistributedContext,
+        exit_stack: ExitStack,
+        state: Record,
     ) -> None:
         config = self.config = task.config
         self.context, self.seconds_before, step = context, state["seconds"], state["step"]
@@ -191,7 +223,7 @@ class RunLogger:
             append_line(self.path, "")  # creates it
             cut_metrics(self.path, step)
             trackers = [
-                open_tracker(name, folder, asdict(config), step) for name in config.log.track
+                open_tracker(name, folder, config.model_dump(), step) for name in config.log.track
             ]
             self.trackers = [exit_stack.enter_context(tracker) for tracker in trackers]
         self.console = SafeConsole(quiet=not (context.is_main and config.log.show))
@@ -300,7 +332,7 @@ class RunLogger:
 
 
 def describe_run(
-    task: TrainingTask, context: DistributedContext, kind: str, source: Path | None
+    task: LoggedTask, context: DistributedContext, kind: str, source: Path | None
 ) -> str:
     """Describe the model, the device, the data and the checkpoint that a run starts from."""
     config, size = task.config, f"{count_parameters(task.shape) / 1e6:.1f}M parameters"

@@ -2,16 +2,51 @@
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, Literal, cast
 
 import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from adlm.config import OptimizerSettings
 from adlm.models.transformer import Layer
+from adlm.settings import Settings
 from adlm.training.ema import EMA
+
+
+class OptimizerSettings(Settings):
+    """The optimizer and the learning rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """The optimizer; Muon is for the layers' matrices, with AdamW for the rest."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate of AdamW."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """Decays of AdamW's two moving averages."""
+    eps: NonNegativeFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """Weight decay; with muon, of its matrices alone."""
+    muon_lr: PositiveFloat = 0.02
+    """Muon: peak learning rate of the layers' matrices."""
+    muon_momentum: float = 0.95
+    """Muon: momentum."""
+    split_qkv: bool = False
+    """Muon: take queries, keys and values as three matrices."""
+    muon_beta2: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Muon: divide rows by the root of their mean square, averaged with this decay."""
+    clip: PositiveFloat = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    warmup: NonNegativeInt = 2500
+    """Steps of linear warm-up."""
+    decay: Literal["constant", "cosine", "wsd"] = "constant"
+    """How the rate falls: not, along a cosine, or to 0 at the end (warm-up, stable, decay)."""
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """wsd: last part of the steps, in which the rate falls to 0."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """cosine: where the rate ends, as a share of its peak."""
+
 
 PAPER = OptimizerSettings()
 
@@ -133,10 +168,6 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
         muon = BatchedMuon(
             list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay
         )
-        if settings.muon_beta2 is not None and not 0 < settings.muon_beta2 < 1:
-            raise ValueError(
-                f"optimizer.muon_beta2 is {settings.muon_beta2}: expected null, or above 0 and below 1"
-            )
         muon.param_groups[0] |= {"split_qkv": settings.split_qkv, "beta2": settings.muon_beta2}
         optimizers.append(muon)
     for optimizer in optimizers:

@@ -8,7 +8,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.filesize import decimal as format_bytes
 from torch import Tensor
 
 from adlm.bundled import MODELS, find_bundled_model
-from adlm.config import Config, ReasoningSettings, compare_configs, load_config
+from adlm.config import APP_SECTIONS, Config, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
 from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, open_data
 from adlm.data.sources import open_source
@@ -79,15 +79,15 @@ class TrainingTask:
 
 def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     """Open the text that a recipe trains on, with the method's model and objective."""
-    if config.reasoning != ReasoningSettings():
-        raise ValueError(
-            "the recipe has settings of reasoning.*, which is not for text: use `adlm reason train`"
-        )
+    for section in APP_SECTIONS:
+        if hasattr(config, section):
+            problem = f"the recipe has settings of {section}.*, which is not for text"
+            raise ValueError(f"{problem}: use `adlm reason train`")
     data = open_data_on_all_ranks(config, context)
     valid_rows = data.rows("valid")
     init = load_init(config, data)
     shape = build_model_config(config, data, init)
-    config = replace(config, method=init.method if init is not None else str(config.method))
+    config = config.replace(method=init.method if init is not None else str(config.method))
     objective = build_objective(config, shape, data, on_gpu=context.device.type == "cuda")
     sampler = (
         None
@@ -317,7 +317,7 @@ def build_model_config(
     if init is None:
         assert shape is not None
         return shape
-    expected, given = asdict(init.shape), changes if shape is None else asdict(shape)
+    expected, given = init.shape.model_dump(), changes if shape is None else shape.model_dump()
     if wrong := [key for key in given if given[key] != expected[key] and key != "dropout"]:
         listed = "; ".join(
             f"model.{key} is {given[key]} in the recipe, {expected[key]} in init" for key in wrong
@@ -325,7 +325,7 @@ def build_model_config(
         raise ValueError(
             f"init={config.init} has another model: {listed}. Use a recipe without model.*: fine-tune"
         )
-    return replace(init.shape, dropout=given.get("dropout", init.shape.dropout))
+    return init.shape.replace(dropout=given.get("dropout", init.shape.dropout))
 
 
 def build_objective(

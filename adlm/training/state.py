@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import PositiveInt
 from rich.filesize import decimal as format_bytes
 from safetensors import SafetensorError
 from torch import Tensor
@@ -38,6 +39,7 @@ from adlm.models.folder import (
     read_config_json,
 )
 from adlm.models.language_model import ModelConfig
+from adlm.settings import Settings
 
 RUN_FORMAT = 2  # of state.json and training/
 DISK_FULL = (
@@ -50,6 +52,17 @@ DISK_FULL = (
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled"
 )  # true of every run of one process
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints."""
+
+    every: PositiveInt = 5000
+    """Steps between two checkpoints."""
+    keep: PositiveInt = 2
+    """Number of latest checkpoints to keep, besides the best."""
+    background: bool = True
+    """Write in a thread while training continues."""
 
 
 @dataclass(frozen=True)

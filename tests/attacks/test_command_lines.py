@@ -11,7 +11,8 @@ from typer.main import get_command
 
 from adlm.cli.apps import APPS, load_app_command
 from adlm.cli.main import app
-from adlm.config import Config, _flatten
+from adlm.config import Config
+from adlm.settings import list_fields
 from tests.attacks.commands import Outcome, attack, count_cases, draw_examples, run_command
 
 # A cheap call of each command, from which the wrong ones are made; those of convert, demo, experiment, reason
@@ -98,7 +99,7 @@ OPTIONS = {
     name: [param.opts[0] for param in command.params if param.opts[0].startswith("--")]
     for name, command in COMMANDS.items()
 }
-KEYS = [key for key in _flatten(Config()) if key not in ("steps", "folder", "data.workers")]
+KEYS = [key for key in list_fields(Config) if key not in ("steps", "folder", "data.workers")]
 
 
 def set_option(draw: Callable[..., Any], name: str, words: Words) -> Words:

@@ -1,6 +1,5 @@
 """Settings beyond the paper's models: each is off by default, changes the model, trains, and survives every change."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def name_change(change: dict[str, Any]) -> str:
 def test_a_setting_adds_to_the_same_start(method: str, change: dict[str, Any]) -> None:
     """Seeds are paired: what both models have starts equal; what is added starts neutral, where it can."""
     config = make(method, {}).config
-    plain, changed = LanguageModel(config, seed=1), LanguageModel(replace(config, **change), seed=1)
+    plain, changed = LanguageModel(config, seed=1), LanguageModel(config.replace(**change), seed=1)
     before, after = plain.state_dict(), changed.state_dict()
     for name, value in before.items():
         assert torch.equal(value, after[name]), name
@@ -154,11 +153,12 @@ def test_times_around_one_half_change_the_gradient_and_not_what_is_reported() ->
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"embed_norm": 1}, "embed_norm must be true or false, got 1"),
-        ({"project_after": 5}, "project_after 5 is above denoiser_layers"),
-        ({"project_after": -1}, "project_after must be a whole number between 0"),
+        ({"embed_norm": 1}, "embed_norm=1: expected true or false"),
+        ({"project_after": 5}, "project_after=5 and denoiser_layers=4: expected one of the layers"),
+        ({"project_after": -1}, "project_after=-1: expected a whole number at least 0"),
     ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
+    given = {"vocab_size": VOCAB, "mask_id": MASK, "denoiser_layers": 4} | wrong
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**({"vocab_size": VOCAB, "mask_id": MASK, "denoiser_layers": 4} | wrong))
+        ModelConfig.parse("json", **given)

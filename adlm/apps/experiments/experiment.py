@@ -9,20 +9,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from adlm.apps.reasoning.verdicts import BETTER, compare_arms, flatten_settings, group_by
-from adlm.config import Config, compare_configs, load_config
+from adlm.config import (
+    Config,
+    compare_configs,
+    insert,
+    load_config,
+    read_change,
+    read_yaml,
+)
+from adlm.data.batches import DataSettings
 from adlm.data.prepare import count_cores
 from adlm.data.shards import open_data
 from adlm.errors import Diverged, check_known
@@ -33,6 +38,7 @@ from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json
 from adlm.evaluate.stats import describe_seeds, estimate_ratio_difference
 from adlm.files import file_lock, read_json, read_object
+from adlm.settings import Settings, SettingsError, list_fields
 from adlm.text.lm import load
 from adlm.training.guard import catch_stop_signals
 from adlm.training.logging import read_metrics
@@ -42,77 +48,100 @@ from adlm.training.state import read_state
 MEASURED = "measured.json"  # in the folder of a finished run
 STOP_SECONDS = 15.0  # before the end of the time limit, for running processes to save
 VERDICTS, NOT_TESTABLE = {True: "supported", False: "not supported"}, "not testable here"
+PAPER = Config(folder="", data=DataSettings(path=""))  # all defaults
 Record = dict[str, Any]  # of a run: what was measured; or error, if it diverged
 
 
-@dataclass(frozen=True)
-class ExperimentArm:
-    """A recipe with overrides or, with `model`, a model that exists: {seed} and {corpus} in its path are replaced."""
+ScoutValue = Annotated[int | float | bool | str | None, Field(union_mode="left_to_right")]
+
+
+class ExperimentArm(Settings):
+    """A recipe with overrides, or with `model` a model that exists."""
 
     recipe: str = ""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    scout: dict[str, list[Any]] = field(
-        default_factory=dict
-    )  # the first seed chooses the value for all others
+    """The recipe, by name or as a file."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Changes to the recipe by key, such as optimizer.lr."""
+    scout: dict[str, list[ScoutValue]] = Field(default_factory=dict)
+    """Values of one key, of which the first seed chooses the one for all others."""
     model: str = ""
-    seeds: list[int] | None = (
-        None  # of the experiment's seeds only these, such as [0] where one seed was enough
-    )
-    seconds_per_step: float | None = None
+    """A model instead of a recipe; {seed} and {corpus} in its path are replaced."""
+    seeds: list[int] | None = None
+    """Only these of the experiment's seeds, such as [0] where one seed was enough."""
+    seconds_per_step: PositiveFloat | None = None
+    """Seconds of a step in one process; by default those of the experiment."""
 
 
-@dataclass(frozen=True)
-class ExperimentClaim:
+class ExperimentClaim(Settings):
     """A claim that an arm's nll is lower than another's: that of every seed, and the mean by 2 · SD / √seeds."""
 
-    text: str = MISSING
-    arm: str = MISSING
-    than: str = MISSING
+    text: str
+    """The claim in words."""
+    arm: str
+    """The arm that is claimed to be better."""
+    than: str
+    """The other arm."""
     min_seeds: int = 3
-    is_pooled: bool = False  # the variance over seeds is the mean of that of all claims
-    within: float | None = (
-        None  # instead: the two are equal, Student's interval lies in ±within nats per token
-    )
+    """With fewer seeds it is not testable."""
+    is_pooled: bool = False
+    """Take the mean over all claims of the variance over seeds."""
+    within: float | None = None
+    """Claim instead that both are equal: Student's interval lies in ±within nats per token."""
 
 
-@dataclass(frozen=True)
-class MeasureSettings:
+class MeasureSettings(Settings):
     """The held-out rows and the noise that runs share."""
 
-    data: str | None = None  # text or prepared data; null: the valid split of the run's data
+    data: str | None = None
+    """Text or prepared data; null: the valid split of the run's data."""
     rows: int = 2048
+    """Rows at most."""
     draws: int = 2
+    """Noise draws per row."""
     seed: int = 0
+    """Seed of the noise."""
     batch: int = 64
+    """Rows per batch."""
 
 
-@dataclass(frozen=True)
-class Experiment:
+class Experiment(Settings):
     """A question and the runs that answer it."""
 
-    question: str = MISSING
-    arms: dict[str, ExperimentArm] = field(default_factory=dict)
-    corpora: dict[str, str] = field(default_factory=dict)  # name: folder of prepared data
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    corpus_seeds: dict[str, list[int]] = field(default_factory=dict)  # other seeds of a corpus
-    overrides: dict[str, Any] = field(default_factory=dict)  # of all arms
-    measure: MeasureSettings = field(default_factory=MeasureSettings)
-    claims: list[ExperimentClaim] = field(default_factory=list)
-    jobs: int = 1  # processes at once, on all GPUs together or on the CPU
-    seconds_per_step: float = 1.0  # in one process while the others run
-    startup_seconds: float = 30.0  # of a run: imports, compilation, measuring
+    question: str
+    """The question."""
+    arms: dict[str, ExperimentArm] = Field(default_factory=dict)
+    """What is compared, by name."""
+    corpora: dict[str, str] = Field(default_factory=dict)
+    """Folders of prepared data, by name."""
+    seeds: list[int] = Field(default_factory=lambda: [0, 1, 2])
+    """Seeds of every arm."""
+    corpus_seeds: dict[str, list[int]] = Field(default_factory=dict)
+    """Other seeds of a corpus."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Changes to the recipes of all arms."""
+    measure: MeasureSettings = MeasureSettings()
+    """What is measured after training."""
+    claims: list[ExperimentClaim] = Field(default_factory=list)
+    """Claims to be judged."""
+    jobs: PositiveInt = 1
+    """Processes at once, on all GPUs together or on the CPU."""
+    seconds_per_step: float = 1.0
+    """Seconds of a step in one process while the others run."""
+    startup_seconds: float = 30.0
+    """Seconds of a run for imports, compilation and measuring."""
 
 
 def load_experiment(path: Path, *changes: str) -> Experiment:
     """Load an experiment, with changes such as `corpora.prose=FOLDER` or `overrides.steps=20`."""
+    values = read_yaml(path, "an experiment")
+    fields = list_fields(Experiment)
+    for change in changes:
+        values = insert(values, *read_change(change, fields))
     try:
-        merged = OmegaConf.merge(
-            Experiment, OmegaConf.load(path), OmegaConf.from_dotlist(list(changes))
-        )
-        experiment = cast(Experiment, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError) as error:
-        problem, *_ = " ".join(str(error).split()).split(" full_key:")
-        raise ValueError(f"{path} is no experiment ({problem}): see docs/reproduce.md") from error
+        experiment = Experiment.parse("recipe", **values)
+    except SettingsError as error:
+        raise ValueError(f"{path}: {error} (docs/reproduce.md)") from None
+
     for name in (name for claim in experiment.claims for name in (claim.arm, claim.than)):
         check_known("arm", name, experiment.arms)
     for name in experiment.corpus_seeds:
@@ -167,7 +196,7 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
                 experiment.corpora[corpus],
             )
             content, seconds = (
-                list[Any]([model, asdict(experiment.measure)]),
+                list[Any]([model, experiment.measure.model_dump()]),
                 experiment.startup_seconds,
             )
             if not arm.model:
@@ -177,7 +206,7 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
                     **settings,
                     **{"seed": seed, "folder": "", "data.path": data},
                 )
-                content += [config.steps, compare_configs(Config(), config)]
+                content += [config.steps, compare_configs(PAPER, config)]
                 seconds += config.steps * (arm.seconds_per_step or experiment.seconds_per_step)
             key, record = hash_settings(content), records.get(run_name, {"key": ""})
             run = {
@@ -350,10 +379,10 @@ def compute_nll(run: Record | None) -> float:
 
 def save_results(experiment: Experiment, planned: Mapping[str, Record], path: Path) -> Record:
     """Save the finished runs, and the rules by which claims about them are judged; return both."""
-    results: Record = {"question": experiment.question, "measure": asdict(experiment.measure)}
+    results: Record = {"question": experiment.question, "measure": experiment.measure.model_dump()}
     results |= {
         "planned_runs": len(planned),
-        "rules": [asdict(claim) for claim in experiment.claims],
+        "rules": [claim.model_dump() for claim in experiment.claims],
     }
     results["runs"] = [run["record"] for run in planned.values() if run["record"]]
     save_json(path, results)
@@ -383,7 +412,8 @@ def summarize(results: Record) -> Record:
     comparisons: list[Record] = []
     for corpus, runs in choose_runs(results).items():
         for rule in results["rules"] or [
-            asdict(ExperimentClaim("", arm, next(iter(runs)))) for arm in [*runs][1:]
+            ExperimentClaim(text="", arm=arm, than=next(iter(runs))).model_dump()
+            for arm in [*runs][1:]
         ]:
             one, other = runs.get(rule["arm"], {}), runs.get(rule["than"], {})
             name, pairs = (

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from adlm.apps.reasoning.items import Item, Markers, pad_rows
+from adlm.apps.reasoning.settings import ReasoningConfig
 from adlm.apps.reasoning.tasks import ItemBatch, Task
-from adlm.config import Config
 from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch, Selection
@@ -256,7 +256,9 @@ class ReasoningObjective(Objective):
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @staticmethod
-    def from_config(config: Config, task: Task, *, multiple: int = 1) -> ReasoningObjective:
+    def from_config(
+        config: ReasoningConfig, task: Task, *, multiple: int = 1
+    ) -> ReasoningObjective:
         """Build the objective of a run."""
         settings, arm = config.reasoning, ARMS[config.reasoning.arm]
         stages = settings.stages or arm.stages or max(task.hops, 1)

@@ -24,8 +24,16 @@ class StepDecoder(nn.Module):
         super().__init__()
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)
-            sizes = config.vocab_size, config.mask_id, config.dim, config.heads
-            self.layer = Layer(ModelConfig(*sizes, is_causal=True, cond_dim=None, dropout=0.0))
+            shape = ModelConfig(
+                vocab_size=config.vocab_size,
+                mask_id=config.mask_id,
+                dim=config.dim,
+                heads=config.heads,
+                is_causal=True,
+                cond_dim=None,
+                dropout=0.0,
+            )
+            self.layer = Layer(shape)
         self.norm = Norm(config.dim, bias=False)
 
     def forward(self, model: LanguageModel, states: Tensor, tokens: Tensor) -> Tensor:

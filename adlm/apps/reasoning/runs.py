@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise, product
 from pathlib import Path
@@ -32,6 +32,7 @@ from adlm.apps.reasoning.losses import (
     compute_features,
     reasoning_loss,
 )
+from adlm.apps.reasoning.settings import ReasoningConfig
 from adlm.apps.reasoning.tasks import (
     GENERATED,
     GENERATORS,
@@ -78,6 +79,7 @@ def train(task: str, arm: str, recipe: str = "reason", *changes: str, **settings
 
 def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     """Open the task of a run, with the arm's model and objective."""
+    assert isinstance(config, ReasoningConfig)
     name = config.reasoning.arm
     arm, is_cuda = Registry("arm", ARMS).resolve(name), context.device.type == "cuda"
     if config.parallel.kind in ("fsdp", "hsdp"):
@@ -87,7 +89,7 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     if arm.labels == "foreign" and config.batch < 2:
         raise ValueError(f"batch={config.batch} has no other problem's labels for {name}: give 2")
     task, init = open_task_and_init(config)
-    config = replace(config, method=arm.method if init is None else init.method)
+    config = config.replace(method=arm.method if init is None else init.method)
     objective = build_reasoning_objective(config, task, multiple=CAPTURED_LENGTHS if is_cuda else 1)
     longest = max(map(objective.count_tokens, task.load_sample()))
     shape = build_shape(config, task, init, longest)
@@ -146,7 +148,7 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     )
 
 
-def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
+def open_task_and_init(config: ReasoningConfig) -> tuple[Task, setup.InitModel | None]:
     """Open the task and the model of `init`, whose vocabulary the markers of the task and then the mask follow."""
     if config.init is None:
         name = config.reasoning.tokenizer or "gpt2"
@@ -192,12 +194,12 @@ def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
             f"{sizes}: train on a text task, whose vocabulary is the model's, or without init"
         )
     model = extend_vocabulary(model, count) if count else model
-    shape = replace(model.config, mask_id=own.mask_id)
+    shape = model.config.replace(mask_id=own.mask_id)
     return task, setup.InitModel(method, shape, model.state_dict(), sha256)
 
 
 def build_shape(
-    config: Config, task: Task, init: setup.InitModel | None, longest: int
+    config: ReasoningConfig, task: Task, init: setup.InitModel | None, longest: int
 ) -> ModelConfig:
     """Build the model config of a run: that of the base model, or the recipe's with the task's vocabulary."""
     changes = {
@@ -206,7 +208,7 @@ def build_shape(
         if key != "preset" and value is not None
     }
     if init is not None:
-        return replace(init.shape, dropout=changes.get("dropout", init.shape.dropout))
+        return init.shape.replace(dropout=changes.get("dropout", init.shape.dropout))
     layers = changes.pop("denoiser_layers", 4)
     method = METHODS[str(config.method)]
     stages = (
@@ -221,11 +223,13 @@ def build_shape(
         "mask_id": task.tokenizer.mask_id,
         "length": length,
     }
-    return ModelConfig(**({"cond_dim": None, "is_causal": method.is_causal} | changes))
+    return ModelConfig.parse(
+        "json", **({"cond_dim": None, "is_causal": method.is_causal} | changes)
+    )
 
 
 def build_reasoning_objective(
-    config: Config, task: Task, *, multiple: int = 1
+    config: ReasoningConfig, task: Task, *, multiple: int = 1
 ) -> ReasoningObjective | HoleObjective:
     """Build the objective of an arm: of a causal model, or of a masked one that fills holes."""
     kind = ReasoningObjective if ARMS[config.reasoning.arm].holes is None else HoleObjective
@@ -274,7 +278,7 @@ def format_solution(task: Task, item: Item, result: Decoded) -> str:
 class LoadedRun:
     """A trained run with its task and the layout of its prompts."""
 
-    config: Config
+    config: ReasoningConfig
     model: LanguageModel
     task: Task
     objective: ReasoningObjective | HoleObjective
@@ -291,7 +295,7 @@ def load_run(folder: str | Path, *changes: str, device: str = "auto", **settings
             f"{folder} has no config.yaml: give a folder that `adlm reason train` wrote"
         )
     config = load_config(path, *changes, **settings)
-    if config.reasoning.task is None:
+    if not isinstance(config, ReasoningConfig) or config.reasoning.task is None:
         raise ValueError(
             f"{folder} was trained on text, not on a reasoning task: evaluate it with `adlm eval`"
         )
@@ -346,9 +350,7 @@ def evaluate(
         GENERATED
     )
     sections = ("steps", "batch", "init", "ema", "model", "optimizer", "objective")
-    kept = {
-        key: value for key, value in asdict(settings).items() if key not in ("task", "arm", "path")
-    }
+    kept = settings.model_dump(exclude={"task", "arm", "path"})
     content: dict[str, Any] = {
         "task": task.name,
         "arm": settings.arm,
@@ -358,7 +360,7 @@ def evaluate(
         "training_problems": GENERATED if is_generated else "files",
         "parameters": count_parameters(run.model.config),
         "flops": count_training_flops(run) if task.can_train else None,
-        "settings": {key: asdict(config)[key] for key in sections}
+        "settings": config.model_dump(include=set(sections))
         | {"step": run.step, "reasoning": kept},
         "provenance": collect_provenance(
             run.device, weights=hash_file(run.folder / "model.safetensors")
@@ -416,7 +418,7 @@ def count_training_flops(run: LoadedRun) -> float:
         # A slot with feedback takes a pass of its own over the positions before it.
         passes = [(shape, n) for n in (length - 1, *(layout.slots if arm.feedback else ()))]
         reader = (
-            shape if arm.auxiliary == "codi" else replace(shape, anchor_layers=0, denoiser_layers=1)
+            shape if arm.auxiliary == "codi" else shape.replace(anchor_layers=0, denoiser_layers=1)
         )
         passes += [
             (reader, len(row.tokens) - 1) for row in objective.lay_out_auxiliary(item, layout)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adlm.apps.reasoning import arithmetic, chains, datasets, graphs, sudoku
 from adlm.apps.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers, index_words, pad_rows
-from adlm.config import ReasoningSettings
+from adlm.apps.reasoning.settings import ReasoningSettings
 from adlm.data.batches import Batch
 from adlm.data.tokenizers import Tokenizer
 from adlm.registry import Registry

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ def results(differences: list[float], noise: float = 0.0, **rule: Any) -> dict[s
             record("a", seed, rows + 4 * difference + noise * rng.normal(size=10)),
             record("b", seed, rows),
         ]
-    rules = [asdict(ExperimentClaim("a is better", "a", "b")) | rule]
+    rules = [ExperimentClaim(text="a is better", arm="a", than="b").model_dump() | rule]
     return {"question": "?", "measure": {}, "planned_runs": len(runs), "rules": rules, "runs": runs}
 
 
@@ -228,7 +227,7 @@ def test_the_noise_does_not_depend_on_the_arm(tmp_path: Path) -> None:
     for gamma in (0.0, 1.0):
         still = {"folder": str(tmp_path / str(gamma)), "device": "cpu"}
         adlm.train(
-            asdict(arm) | still,
+            arm.model_dump() | still,
             "optimizer.lr=1e-30",
             f"objective.anchor_weight={gamma}",
             "log.show=false",
@@ -268,8 +267,8 @@ def test_an_arm_may_have_fewer_seeds() -> None:
         (scout, ["adlm-toy-1"] * 2),
     ):
         experiment = load_experiment(TOY)
-        arms = experiment.arms | {"adlm": replace(experiment.arms["adlm"], **own)}
-        runs = list_runs(replace(experiment, arms=arms), Path("none"))
+        arms = experiment.arms | {"adlm": experiment.arms["adlm"].replace(**own)}
+        runs = list_runs(experiment.replace(arms=arms), Path("none"))
         planned = [
             f"{run['arm']}-{run['corpus']}-{run['seed']}"
             for run in runs.values()
@@ -317,13 +316,15 @@ def test_a_dry_run_prints_runs_and_minutes(tmp_path: Path) -> None:
 def test_wrong_files_are_refused_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("question: why\narmz: {}\n", "utf-8")
-    with pytest.raises(ValueError, match=r"x\.yaml is no experiment \(.*armz.*docs/reproduce\.md"):
+    with pytest.raises(
+        ValueError, match=r"x\.yaml: armz={}: unknown name; did you mean arms.*docs/reproduce\.md"
+    ):
         load_experiment(path)
     path.write_text(TOY.read_text("utf-8").replace("arm: adlm", "arm: adml"), "utf-8")
     with pytest.raises(ValueError, match=r"unknown arm 'adml' \(did you mean adlm\?\)"):
         load_experiment(path)
     path.write_text("- a list\n", "utf-8")
-    with pytest.raises(ValueError, match=r"x\.yaml is no experiment"):
+    with pytest.raises(ValueError, match=r"x\.yaml is not an experiment"):
         load_experiment(path)
     for text in ("[]", "{}"):
         path.write_text(text, "utf-8")
@@ -358,7 +359,10 @@ def test_a_diverged_seed_has_no_mean_and_a_failed_run_says_why(tmp_path: Path) -
     assert "diverged, " in str(arms.rows[0][2]) and arms.rows[0][3].interval is None  # type: ignore[union-attr]
     lines = list[str]()
     experiment = Experiment(
-        "?", {"x": ExperimentArm(model="no-such-model")}, {"c": "held-out"}, [0]
+        question="?",
+        arms={"x": ExperimentArm(model="no-such-model")},
+        corpora={"c": "held-out"},
+        seeds=[0],
     )
     _, failures = run_experiment(
         experiment, tmp_path / "results.json", tmp_path / "runs", on_event=lines.append
@@ -636,18 +640,18 @@ def test_a_recipe_that_is_edited_during_an_experiment_loses_no_run(tmp_path: Pat
             recipe.write_text("method: mdlm\noptimizer: {clip: 0.5}\n", "utf-8")
 
     content, failures = run_experiment(
-        replace(experiment, claims=[]), path, tmp_path / "runs", on_event=edit
+        experiment.replace(claims=[]), path, tmp_path / "runs", on_event=edit
     )
     assert not failures, [
         (tmp_path / "runs" / name / "log.txt").read_text("utf-8") for name in failures
     ]
     assert [run["name"] for run in content["runs"]] == ["mdlm-toy-0", "mdlm-toy-1"]
     with pytest.raises(ValueError, match="2 runs are not planned, or had other settings"):
-        run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs")
+        run_experiment(experiment.replace(claims=[]), path, tmp_path / "runs")
     assert len(json.loads(path.read_text("utf-8"))["runs"]) == 2
 
 
 def test_the_defaults_of_a_claim_are_the_written_rule() -> None:
-    claim = ExperimentClaim("", "", "")
+    claim = ExperimentClaim(text="", arm="", than="")
     assert (claim.min_seeds, claim.is_pooled, claim.within) == (3, False, None)
-    assert Experiment("").seeds == [0, 1, 2]
+    assert Experiment(question="").seeds == [0, 1, 2]

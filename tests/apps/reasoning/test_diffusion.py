@@ -52,7 +52,7 @@ def open_objective(
 
 
 def build_model(task: Task, arm: str, boards: Path, *changes: str) -> LanguageModel:
-    config = replace(make_config(task.name, arm, boards, *changes), method=arm)
+    config = make_config(task.name, arm, boards, *changes).replace(method=arm)
     return LanguageModel(runs.build_shape(config, task, None, 64))
 
 

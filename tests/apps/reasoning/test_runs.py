@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -249,7 +248,13 @@ def test_a_run_starts_from_a_causal_model_of_text(gsm8k: Path, tmp_path: Path) -
     """Ids and weights of the base model stay; the markers follow them, and the mask follows the markers."""
     tokenizer = train_bpe([(EXCERPTS / "text_gsm8k.jsonl").read_text("utf-8")], VOCABULARY)
     shape = ModelConfig(
-        VOCABULARY, VOCABULARY - 1, dim=8, heads=2, denoiser_layers=1, length=640, is_causal=True
+        vocab_size=VOCABULARY,
+        mask_id=VOCABULARY - 1,
+        dim=8,
+        heads=2,
+        denoiser_layers=1,
+        length=640,
+        is_causal=True,
     )
     base = LanguageModel(shape, seed=3)
     model_folder.export_model(
@@ -259,7 +264,7 @@ def test_a_run_starts_from_a_causal_model_of_text(gsm8k: Path, tmp_path: Path) -
     run(tmp_path / "run", "acot_kept", *changes, task="gsm8k")
     loaded = model_folder.load_model(tmp_path / "run")
     config = loaded.model.config
-    assert config == replace(shape, vocab_size=VOCABULARY + 6, mask_id=VOCABULARY + 5)
+    assert config == shape.replace(vocab_size=VOCABULARY + 6, mask_id=VOCABULARY + 5)
     rows = slice(VOCABULARY - 1)
     torch.testing.assert_close(loaded.model.embed.weight[rows], base.embed.weight[rows])
     assert loaded.tokenizer is not None and loaded.tokenizer.decode([VOCABULARY - 1]) == "<r>"
