@@ -66,8 +66,13 @@ def build_model(kind: str = "rotary", *, seed: int = 0, length: int = 64) -> Lan
         "dropout": 0.0,
     }
     config = ModelConfig(
-        VOCABULARY, VOCABULARY - 1, is_causal=True, positions=positions, **sizes, **layers
-    )  # type: ignore[arg-type]
+        vocab_size=VOCABULARY,
+        mask_id=VOCABULARY - 1,
+        is_causal=True,
+        positions=positions,
+        **sizes,
+        **layers,
+    )
     model, rng = LanguageModel(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
