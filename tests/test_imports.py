@@ -16,7 +16,7 @@ LAYERS = [
     "distributed",
     "diffusion",
     "models data",
-    "checkpoint bundled",
+    "models.folder bundled",
     "generate likelihood view convert",
     "training text",
     "config",
