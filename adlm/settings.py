@@ -8,6 +8,7 @@ sampling is a field of `SamplingSettings`, and its name and type a line of `Samp
 import inspect
 import os
 import reprlib
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -468,6 +469,12 @@ class SamplingSettings(Settings):
     """Texts before the first of which a generated text ends."""
     batch: PositiveInt = 16
     """Texts per batch; does not change the texts."""
+
+    def draw_seed(self) -> Self:
+        """Return the settings with a seed: their own, or one that is drawn now."""
+        if self.seed is not None:
+            return self
+        return self.model_copy(update={"seed": secrets.randbits(32)})
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -17,7 +17,6 @@ from typer import Argument, Option
 from adlm.bundled import DEFAULT
 from adlm.cli import options, output
 from adlm.cli.apps import add_app_commands
-from adlm.cli.text import parse_sampler_options
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
 if TYPE_CHECKING:
@@ -112,7 +111,8 @@ def run_eval(
             elif task == "report":  # which writes files before it takes the models
                 models = list(models)
             evaluate = getattr(import_module(module), task)
-            result: EvalResult = evaluate(models, **settings, on_progress=on_progress)
+            with options.name_options():
+                result: EvalResult = evaluate(models, **settings, on_progress=on_progress)
     if context.is_main:
         with explain_full_disk(out):
             output.print_result(result, is_json=is_json, out=out)
@@ -291,8 +291,7 @@ def samples(
         )
     if texts is not None and (model is not None or deterministic):
         raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
-    chosen = parse_sampler_options(sampler_options or [])
-    run_eval("samples", locals() | {"sampler_options": chosen}, has_models=texts is None)
+    run_eval("samples", locals(), has_models=texts is None)
 
 
 @app.command()

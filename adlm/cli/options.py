@@ -1,14 +1,50 @@
-"""Options that commands share."""
+"""Options that commands share, and the options that settings are on the command line."""
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
 from adlm.bundled import DEFAULT
-from adlm.settings import DEFAULT_SAMPLER, DEFAULT_STEPS, INFILL_SAMPLER
+from adlm.settings import SamplingSettings, Settings, SettingsError, list_own_names
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
+METAVARS = {int: "<int>", float: "<float>", bool: "<bool>", str: "<str>"}
+NULL = "null"  # the text of None
+
+
+def format_help(field: FieldInfo) -> str:
+    """Return what a field sets, and its default."""
+    default = "" if field.default in (None, ()) else f" [default: {field.default}]"
+    return f"{field.description}{default}"
+
+
+def setting_option(name: str) -> Any:
+    """Return the option of one setting of sampling, for a command that takes only some of them."""
+    typed = list_own_names(SamplingSettings, "cli")[name]
+    description = SamplingSettings.model_fields[name].description
+
+    def check(value: Any) -> Any:
+        if value is None:
+            return None
+        return getattr(SamplingSettings.parse("cli", None, **{typed: value}), name)
+
+    return sampling_option(typed, help=f"{description}", callback=check)
+
+
+@contextmanager
+def name_options() -> Iterator[None]:
+    """Context manager: errors name settings of sampling as options of the command line."""
+    try:
+        yield
+    except SettingsError as error:
+        raise error.rename(list_own_names(SamplingSettings, "cli")) from None
+
 
 MODEL_HELP = f"Bundled model, folder of a run or a model, .ckpt, or OWNER/NAME on the Hub. [default: {DEFAULT}]"
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
@@ -16,29 +52,112 @@ ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
 Device = Annotated[
     str, typer.Option(help="Device: auto (CUDA or the CPU), cpu, cuda, cuda:N or mps.")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
+Seed = Annotated[int, setting_option("seed")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
-STEPS_HELP = (
-    f"Sampling steps. [default: {DEFAULT_STEPS}; confidence and margin: one token per step]"
-)
-Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
-SAMPLER_HELP = (
-    f"Sampler: ancestral, confidence, … [default: {DEFAULT_SAMPLER}; for infill: {INFILL_SAMPLER}]"
-)
-Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP)]
-Temperature = Annotated[float, sampling_option(help="Softmax temperature; 0 is greedy.")]
-TopP = Annotated[float, sampling_option(help="Nucleus: total probability of the tokens kept.")]
-TopK = Annotated[
-    int | None, sampling_option(min=1, help="Number of likeliest tokens kept. [default: all]")
-]
-Block = Annotated[
-    int | None, sampling_option(min=1, help="Tokens per block, left to right. [default: one block]")
-]
-SamplerOptions = Annotated[
-    list[str] | None, sampling_option("--option", help="name=value of the sampler: eta=0.04.")
-]
-Batch = Annotated[int, sampling_option(min=1, help="Texts per batch; does not change the texts.")]
+Steps = Annotated[int | None, setting_option("steps")]
+Sampler = Annotated[str | None, setting_option("sampler")]
+Temperature = Annotated[float, setting_option("temperature")]
+TopP = Annotated[float, setting_option("top_p")]
+TopK = Annotated[int | None, setting_option("top_k")]
+Block = Annotated[int | None, setting_option("block")]
+Batch = Annotated[int, setting_option("batch")]
+SamplerOptions = Annotated[list[str] | None, setting_option("options")]
 Deterministic = Annotated[
     bool, sampling_option("--deterministic", help="Independent of the batch on a GPU, too.")
 ]
+
+
+def add_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: what it takes as settings or as a dataclass becomes options.
+
+    Settings are read as text by the types of their fields, without those that are left out. Errors
+    name them as they were typed, also those that are raised later.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shown: list[inspect.Parameter] = []
+        groups: dict[str, tuple[Any, list[str]]] = {}
+        for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+            kind = parameter.annotation
+            if not inspect.isclass(kind):
+                shown.append(parameter)
+                continue
+            options = list(list_options(kind, left_out))
+            shown.extend(options)
+            groups[name] = kind, [option.name for option in options]
+
+        def run(**values: Any) -> None:
+            with name_options():
+                for name, (kind, names) in groups.items():
+                    own = {option: values.pop(option) for option in names}
+                    values[name] = build_group(kind, own)
+                command(**values)
+
+        keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shown]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in keywords}
+        return run
+
+    return decorate
+
+
+def list_options(kind: type, left_out: Sequence[str]) -> Iterator[inspect.Parameter]:
+    """Yield the options of settings, or of a dataclass whose fields have theirs."""
+    if not issubclass(kind, Settings):
+        yield from inspect.signature(kind, eval_str=True).parameters.values()
+        return
+    for name, typed in list_own_names(kind, "cli").items():
+        if name in left_out:
+            continue
+        field = kind.model_fields[name]
+        item = find_item(field.annotation)
+        metavar = "<name=value>" if item is Mapping else METAVARS[item]
+        option = sampling_option(typed, help=format_help(field), metavar=metavar)
+        text: Any = list[str] if is_repeated(field.annotation) else str
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[text | None, option],
+        )
+
+
+def build_group(kind: type, values: Mapping[str, Any]) -> Any:
+    """Make settings of texts, or a dataclass of values."""
+    if not issubclass(kind, Settings):
+        return kind(**values)
+    names = list_own_names(kind, "cli")
+    texts = {names[name]: text for name, text in values.items() if text not in (None, [])}
+    given = {typed: None if text == NULL else text for typed, text in texts.items()}
+    return kind.parse("cli", None, **given)
+
+
+def iterate_types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that a value may have, without what is said about them."""
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        for kind in get_args(annotation):
+            yield from iterate_types(kind)
+    elif origin is Annotated:
+        yield from iterate_types(get_args(annotation)[0])
+    else:
+        yield annotation
+
+
+def is_repeated(annotation: Any) -> bool:
+    """Return whether an option may be given several times."""
+    return any(get_origin(kind) in (Mapping, Sequence) for kind in iterate_types(annotation))
+
+
+def find_item(annotation: Any) -> Any:
+    """Return the type of a value, or of each where there are several; a mapping has pairs."""
+    for kind in iterate_types(annotation):
+        if get_origin(kind) is Mapping:
+            return Mapping
+        if get_origin(kind) is Sequence:
+            return find_item(get_args(kind)[0])
+        if kind in METAVARS:
+            return kind
+    raise TypeError(f"no option takes {annotation}")

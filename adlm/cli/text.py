@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections import deque
@@ -17,7 +16,7 @@ import typer
 
 from adlm.cli import options, output
 from adlm.errors import install_command
-from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, SamplingSettings
+from adlm.settings import SamplingSettings
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 output_option = partial(typer.Option, rich_help_panel="Output")
 COMPARE_HELP = "Second sampler or second model, run with the same seed."
-LENGTH_HELP = "Tokens in a text, including the prompt. [default: the model's length]"
 TEMPLATE_HELP = (
     "Text with holes: `___` of any length, `___{2}` of 2 tokens, `___{2,8}`; - reads stdin."
 )
@@ -36,21 +34,9 @@ GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal 
 
 
 @dataclass(frozen=True)
-class GenerationOptions:
-    """The options that `sample` and `infill` share."""
+class OutputOptions:
+    """The options of `sample` and `infill` that are no settings of sampling."""
 
-    n: Annotated[
-        int, typer.Option("--n", min=1, help="Number of texts for each prompt or template.")
-    ] = 1
-    seed: options.Seed = 0
-    steps: options.Steps = None
-    sampler: options.Sampler = None
-    temperature: options.Temperature = DEFAULT_TEMPERATURE
-    top_p: options.TopP = DEFAULT_TOP_P
-    top_k: options.TopK = None
-    block: options.Block = None
-    option: options.SamplerOptions = None
-    batch: options.Batch = 16
     deterministic: options.Deterministic = False
     device: options.Device = "auto"
     out: Annotated[
@@ -72,45 +58,28 @@ class GenerationOptions:
     is_json: options.Json = False
 
 
-def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command whose first argument is GenerationOptions: its fields become command-line options."""
-    own, shared = (
-        inspect.signature(each, eval_str=True).parameters for each in (command, GenerationOptions)
-    )
-    keywords = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own.values(), *shared.values())
-    ][1:]
-
-    def run(**values: Any) -> None:
-        command(GenerationOptions(**{name: values.pop(name) for name in shared}), **values)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in keywords}
-    return run
-
-
-@add_generation_options
+@options.add_options()
 def sample(
-    settings: GenerationOptions,
+    settings: SamplingSettings,
+    own: OutputOptions,
     model: options.ModelArgument = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Beginning of the text; - reads stdin; repeatable.")
     ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help=LENGTH_HELP)] = None,
 ) -> None:
     """Generate texts. On a terminal, show the sampling of the first one; otherwise print only the texts."""
-    run_generation(model, settings, {"prompt": read_stdin(prompt or [""]), "length": length})
+    run_generation(model, settings, own, {"prompt": read_stdin(prompt or [""])})
 
 
-@add_generation_options
+@options.add_options("length", "max_new_tokens", "stop")
 def infill(
-    settings: GenerationOptions,
+    settings: SamplingSettings,
+    own: OutputOptions,
     template: Annotated[list[str], typer.Argument(help=TEMPLATE_HELP)],
     model: options.ModelOption = None,
 ) -> None:
     """Fill the holes of a text, for example "The `___` sat on the `___{2}`." The rest stays the same, to the byte."""
-    run_generation(model, settings, {"template": read_stdin(template)})
+    run_generation(model, settings, own, {"template": read_stdin(template)})
 
 
 def read_stdin(texts: Sequence[str]) -> list[str]:
@@ -140,7 +109,9 @@ class GenerationRun:
             self.seconds += time.perf_counter() - began
             yield self.frames[-1]
             began = time.perf_counter()
-        self.rows.append(GeneratedRow(step.layouts[0], step.frame.tokens[0].tolist(), step.nfe[0]))
+        stop = self.request.settings.stop
+        ids = step.frame.tokens[0].tolist()
+        self.rows.append(GeneratedRow(step.layouts[0], ids, step.nfe[0], stop=stop))
 
     def finish(self) -> None:
         """Sample the texts that are left, in batches."""
@@ -158,23 +129,25 @@ class GenerationRun:
         return f"{self.title}{steps}: {count}, NFE {nfe}, {seconds:.1f} s, seed {seed}"
 
 
-def run_generation(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> None:
-    """Generate texts (`texts`: prompt and length, or template), then show and write them."""
-    files = {"--out": settings.out, "--html": settings.html, "--gif": settings.gif}
+def run_generation(
+    model: str | None, settings: SamplingSettings, own: OutputOptions, texts: dict[str, Any]
+) -> None:
+    """Generate texts (`texts`: prompt or template), then show and write them."""
+    files = {"--out": own.out, "--html": own.html, "--gif": own.gif}
     output.check_output_files(files)
-    if settings.gif is not None and settings.gif.suffix.lower() != ".gif":
+    if own.gif is not None and own.gif.suffix.lower() != ".gif":
         raise ValueError(
-            f"--gif {settings.gif} does not end in .gif: call it {settings.gif.with_suffix('.gif')}"
+            f"--gif {own.gif} does not end in .gif: call it {own.gif.with_suffix('.gif')}"
         )
-    if settings.gif is not None and find_spec("PIL") is None:
+    if own.gif is not None and find_spec("PIL") is None:
         raise ImportError(f"--gif needs Pillow ({install_command('view')}); --html needs nothing")
-    with output.json_stdout(settings.is_json):
-        runs = build_runs(model, settings, texts)
+    with output.json_stdout(own.is_json):
+        runs = build_runs(model, settings, own, texts)
         # Color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file.
-        is_watched = not settings.is_json and sys.stdout.isatty()
-        sample_runs(runs, settings, is_watched)
-        write_outputs(runs, settings, is_watched)
-    if settings.is_json:
+        is_watched = not own.is_json and sys.stdout.isatty()
+        sample_runs(runs, own, is_watched)
+        write_outputs(runs, own, is_watched)
+    if own.is_json:
         result, *second = [run.output.as_dict() for run in runs]
         result |= {"compare": second[0]} if second else {}
         if "template" in texts:  # the texts of the holes of each row, in their order
@@ -183,14 +156,13 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
                     [text for text, is_given in row.pieces if not is_given]
                     for row in run.output.rows
                 ]
-        given = {key: texts[key] for key in ("prompt", "template") if key in texts}
         output.print_json(
-            result | given | {name[2:]: path for name, path in files.items() if path is not None}
+            result | texts | {name[2:]: path for name, path in files.items() if path is not None}
         )
 
 
 def build_runs(
-    model: str | None, settings: GenerationOptions, texts: dict[str, Any]
+    model: str | None, settings: SamplingSettings, own: OutputOptions, texts: dict[str, Any]
 ) -> list[GenerationRun]:
     """Load the model, and with --compare a second one or sampler; build and check their requests."""
     from adlm.bundled import DEFAULT, MODELS
@@ -198,32 +170,30 @@ def build_runs(
     from adlm.evaluate.results import shorten_names
     from adlm.text.lm import load
 
-    place: dict[str, Any] = {"device": settings.device, "deterministic": settings.deterministic}
+    place: dict[str, Any] = {"device": own.device, "deterministic": own.deterministic}
     lm = load(model or DEFAULT, **place)
-    sampler = {name: getattr(settings, name) for name in ("sampler", "steps", "block")}
-    sampler["options"] = parse_sampler_options(settings.option or []) or None
-    pairs = [(lm, sampler)]
-    if (name := settings.compare) is not None:
+    settings = settings.draw_seed()  # one for both
+    pairs = [(lm, settings)]
+    if (name := own.compare) is not None:
         if name in SAMPLERS:  # without the first sampler's options
-            steps = settings.steps if takes_steps(name) else None
-            pairs.append((lm, {"sampler": name, "steps": steps, "block": settings.block}))
+            changes: dict[str, Any] = {"sampler": name, "options": None}
+            if not takes_steps(name):
+                changes["steps"] = None
+            pairs.append((lm, settings.model_copy(update=changes)))
         elif name in MODELS or Path(name).exists():
-            pairs.append((load(name, **place), sampler))
+            pairs.append((load(name, **place), settings))
         else:
             known = (
                 f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
             )
             raise ValueError(f"--compare {name!r} is neither {known}: check the name")
-        # A causal model samples left to right, without the options of the other's sampler.
+        # A causal model samples left to right, without the other's sampler.
+        masked = dict.fromkeys(("sampler", "steps", "options", "block"))
         pairs = [
-            (each, {} if each.row_format.is_causal and own is sampler else own)
-            for each, own in pairs
+            (each, given.model_copy(update=masked if each.row_format.is_causal else {}))
+            for each, given in pairs
         ]
-    shared = {
-        name: getattr(settings, name)
-        for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")
-    }
-    requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
+    requests = [each.build_request(settings=given, **texts) for each, given in pairs]
     names = shorten_names([each.name for each, _ in pairs])
     return [
         GenerationRun(each, request, f"{names[each.name]} · {request.description['sampler']}")
@@ -231,51 +201,23 @@ def build_runs(
     ]
 
 
-def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
-    """Parse `--option name=value`: numbers, true and false."""
-    known, parsed = SamplingSettings.model_fields, {}
-    for each in values:
-        name, sign, value = each.partition("=")
-        if not sign or not name.isidentifier():
-            raise ValueError(f"--option {each!r}: give name=value, such as eta=0.04")
-        if name in known:
-            raise ValueError(
-                f"--option {each!r} is not an option of a sampler: see --help for --{name}"
-            )
-        try:
-            parsed[name] = (
-                {"true": True, "false": False}[value]
-                if value in ("true", "false")
-                else float(value)
-            )
-        except ValueError:
-            raise ValueError(
-                f"--option {each!r}: {value!r} is not a number, true or false"
-            ) from None
-    return parsed
-
-
-def sample_runs(
-    runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool
-) -> None:
+def sample_runs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched: bool) -> None:
     """Generate all texts; show the first ones on a terminal."""
     from adlm.view.terminal import watch
 
-    is_streamed = is_watched or settings.html is not None or settings.gif is not None
+    is_streamed = is_watched or own.html is not None or own.gif is not None
     streams = (
-        [run.stream_first(GUESSES if settings.guesses else 0) for run in runs]
-        if is_streamed
-        else []
+        [run.stream_first(GUESSES if own.guesses else 0) for run in runs] if is_streamed else []
     )
     if is_watched:
-        show_guesses = settings.guesses and any(not run.lm.row_format.is_causal for run in runs)
+        show_guesses = own.guesses and any(not run.lm.row_format.is_causal for run in runs)
         steps, titles = [run.request.steps for run in runs], [run.title for run in runs]
         watch(
             streams,
             titles,
             SafeConsole(),
             steps=steps,
-            pause=settings.pause,
+            pause=own.pause,
             show_guesses=show_guesses,
         )
     with output.status_console().status("sampling …"):
@@ -285,9 +227,7 @@ def sample_runs(
             run.finish()
 
 
-def write_outputs(
-    runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool
-) -> None:
+def write_outputs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched: bool) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
     from adlm.view.gif import write_gif
     from adlm.view.player import write_player
@@ -295,7 +235,7 @@ def write_outputs(
     texts = (
         output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n"
     ).encode("utf-8")
-    if not is_watched and not settings.is_json:
+    if not is_watched and not own.is_json:
         output.print_bytes(texts)
     console = SafeConsole()
     for run in runs if is_watched else ():  # texts are numbered where there are several
@@ -306,14 +246,14 @@ def write_outputs(
             console.print(escape_controls(text), markup=False, soft_wrap=True)
     trajectories = [
         run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
-        for run in (runs if settings.html or settings.gif else ())
+        for run in (runs if own.html or own.gif else ())
     ]
     writers: dict[Path | None, Callable[[Path], object]] = {
-        settings.out: lambda path: path.write_bytes(texts)
+        own.out: lambda path: path.write_bytes(texts)
     }
     writers |= {
-        settings.html: partial(write_player, trajectories),
-        settings.gif: partial(write_gif, trajectories),
+        own.html: partial(write_player, trajectories),
+        own.gif: partial(write_gif, trajectories),
     }
     paths = [path for path in writers if path is not None]
     for path in paths:

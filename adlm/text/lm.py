@@ -1,7 +1,6 @@
 """A trained model with its tokenizer: `load` one, then generate, fill in, stream and score text."""
 
 import math
-import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -254,9 +253,7 @@ class LMEngine:
         **changes: Unpack[SamplingArguments],
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        settings = SamplingSettings.parse("python", settings, **changes)
-        if settings.seed is None:
-            settings = settings.model_copy(update={"seed": secrets.randbits(32)})
+        settings = SamplingSettings.parse("python", settings, **changes).draw_seed()
         choose = partial(self.choose_sampler, settings, is_filling=template is not None)
         choose(hidden=1)  # raises before a network chooses the lengths of holes
         if template is None:

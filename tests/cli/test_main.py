@@ -11,6 +11,7 @@ import adlm
 from adlm import __version__
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.config import list_recipes
+from adlm.settings import DEFAULT_STEPS, DEFAULT_TOP_P
 from tests.cli.terminal import ROOT, answer_json, assert_error, invoke, make_env
 
 COMMANDS = (
@@ -44,12 +45,9 @@ def test_help_names_the_commands_and_every_one_helps() -> None:
 
 def test_defaults_survive_the_help() -> None:
     shown = " ".join(invoke("sample", "--help").stdout.replace("│", " ").split())
-    for default in (
-        DEFAULT,
-        "the model's length",
-        "128; confidence and margin: one token per step",
-    ):
+    for default in (DEFAULT, DEFAULT_TOP_P, "auto"):
         assert f"[default: {default}]" in shown
+    assert f"by default {DEFAULT_STEPS}, for confidence and margin one per token" in shown
     holes = " ".join(invoke("infill", "--help").stdout.replace("│", " ").split())
     assert "___{2,8}" in holes
 

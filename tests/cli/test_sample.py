@@ -9,7 +9,6 @@ import pytest
 
 import adlm
 from adlm.bundled import DEFAULT
-from adlm.cli.text import parse_sampler_options
 from adlm.settings import DEFAULT_SAMPLER
 from adlm.view.console import escape_controls
 from tests.cli.terminal import (
@@ -151,14 +150,24 @@ def test_a_prompt_from_stdin() -> None:
     ("options", "message"),
     [
         (("--sampler", "best"), "unknown sampler 'best'"),
-        (("--top-p", "2"), "expected a number above 0 and at most 1"),
-        (("--length", "33"), "=33: expected at most 31"),
-        (("--option", "eta"), "--option 'eta': give name=value, such as eta=0.04"),
-        (("--option", "eta=much"), "'much' is not a number, true or false"),
-        (("--option", "seed=3"), "see --help for --seed"),
+        (("--top-p", "2"), "--top-p='2': expected a number above 0 and at most 1; leave it out"),
+        (("--length", "33"), "--length=33: expected at most 31"),
+        (
+            ("--length", "9", "--max-new-tokens", "3"),
+            "--length=9 and --max-new-tokens=3: expected one",
+        ),
+        (("--max-new-tokens", "33"), "--max-new-tokens=33: expected at most 31"),
+        (
+            ("--option", "eta"),
+            "--option=['eta']: expected name=value; write it as eta=0.04, not 'eta'",
+        ),
+        (("--option", "eta=much"), "of remask_loop, eta='much': expected a number; leave it out"),
+        (("--option", "seed=3"), "--option={'seed': 3}: of remask_loop, seed=3: unknown name"),
+        (("--option", "steps=3"), "steps is a setting; give it outside of options"),
+        (("--n", "1e6"), "--n='1e6': expected a whole number above 0"),
         (
             ("--sampler", "ancestral", "--option", "bound=1"),
-            "of ancestral, bound=1.0: unknown name; expected one of compat",
+            "of ancestral, bound=1: unknown name; expected one of compat",
         ),
         (("--compare", "better"), "--compare 'better' is neither a sampler (ancestral,"),
         (("--device", "abacus"), "device 'abacus' is not one of"),
@@ -232,8 +241,26 @@ def test_a_gif_without_pillow_names_the_extra(
     assert_error(result, "--gif needs Pillow")
 
 
-def test_sampler_options_are_numbers_true_or_false() -> None:
-    assert parse_sampler_options(["eta=0.5", "compat=true"]) == {"eta": 0.5, "compat": True}
+def test_settings_are_options() -> None:
+    words = (trained(), "--prompt", "It was", "--max-new-tokens", 9, "--steps", 4, "--seed", "null")
+    drawn = answer_json("sample", *words, "--n", 2, "--compare", "ancestral")
+    seed = drawn["settings"]["seed"]
+    assert drawn["compare"]["settings"]["seed"] == seed  # one for both
+    again = answer_json("sample", *words[:-1], seed, "--n", 2)
+    assert again["texts"] == drawn["texts"]
+    stop = drawn["texts"][0].removeprefix("It was")[2:4]
+    cut = answer_json("sample", *words[:-1], seed, "--n", 2, "--stop", stop)
+    own = {"sampler": "remask_cap", "options": {"eta": 0.3, "compat": True}}
+    assert cut["texts"][0] == "It was" + drawn["texts"][0].removeprefix("It was").split(stop)[0]
+    options = ("--sampler", "remask_cap", "--option", "eta=0.3", "--option", "compat=true")
+    lm = adlm.load(trained(), device="cpu")
+    expected = lm.generate("a", n=2, length=9, steps=4, **own)
+    assert (
+        answer_json(
+            "sample", trained(), "--prompt", "a", "--n", 2, "--length", 9, "--steps", 4, *options
+        )["texts"]
+        == expected
+    )
 
 
 def test_a_closed_pipe_is_no_error() -> None:
