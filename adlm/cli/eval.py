@@ -291,7 +291,8 @@ def samples(
         )
     if texts is not None and (model is not None or deterministic):
         raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
-    run_eval("samples", locals(), has_models=texts is None)
+    chosen = options.read_setting("options", sampler_options)
+    run_eval("samples", locals() | {"sampler_options": chosen}, has_models=texts is None)
 
 
 @app.command()

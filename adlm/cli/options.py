@@ -30,11 +30,18 @@ def setting_option(name: str) -> Any:
     description = SamplingSettings.model_fields[name].description
 
     def check(value: Any) -> Any:
-        if value is None:
-            return None
-        return getattr(SamplingSettings.parse("cli", None, **{typed: value}), name)
+        read_setting(name, value)
+        return value
 
     return sampling_option(typed, help=f"{description}", callback=check)
+
+
+def read_setting(name: str, value: Any) -> Any:
+    """Check the value of one option by its setting, and return it as the setting has it."""
+    if value in (None, []):
+        return None
+    typed = list_own_names(SamplingSettings, "cli")[name]
+    return getattr(SamplingSettings.parse("cli", None, **{typed: value}), name)
 
 
 @contextmanager
