@@ -73,7 +73,7 @@ class SettingsError(ValueError):
         self.problem = problem
 
     def __str__(self) -> str:
-        shown = [f"{name}={SHORT.repr(value)}" for name, value in self.values.items()]
+        shown = [f"{name:.{MAX_SHOWN}}={SHORT.repr(value)}" for name, value in self.values.items()]
         return f"{' and '.join(shown)}: {self.problem}"
 
     def rename(self, names: Names) -> "SettingsError":
@@ -227,7 +227,7 @@ def suggest(settings: type[BaseModel], name: str, vocabulary: Vocabulary) -> str
     for typed, field in list_names(settings, "python").items():  # also names of other surfaces
         if field in own:
             meanings.setdefault(to_option(typed) if vocabulary == "cli" else typed, own[field])
-    for close in get_close_matches(name, meanings, n=1, cutoff=CLOSE):
+    for close in get_close_matches(name[:MAX_SHOWN], meanings, n=1, cutoff=CLOSE):
         return f"unknown name; did you mean {meanings[close]}?"
     if not own:
         return "unknown name; there is none here, leave it out"
@@ -267,9 +267,9 @@ def list_fields(settings: type[BaseModel], prefix: str = "") -> dict[str, FieldI
     fields: dict[str, FieldInfo] = {}
     for name, field in settings.model_fields.items():
         fields[prefix + name] = field
-        kind = field.annotation
-        if inspect.isclass(kind) and issubclass(kind, BaseModel):
-            fields |= list_fields(kind, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):  # a section, or one or None
+            if inspect.isclass(kind) and issubclass(kind, BaseModel):
+                fields |= list_fields(kind, f"{prefix}{name}.")
     return fields
 
 
@@ -291,8 +291,11 @@ def describe_kind(kind: Mapping[str, Any]) -> str:
         return f"one of {', '.join(map(str, kind['enum']))}"
     if "const" in kind:
         return str(kind["const"])
+    noun = NOUNS[kind.get("type", "object")]
     limits = [f"{word} {kind[limit]}" for limit, word in LIMITS.items() if limit in kind]
-    return " ".join([NOUNS[kind.get("type", "object")], *[" and ".join(limits)] * bool(limits)])
+    if "maxItems" in kind:
+        limits.append(f"of {kind.get('minItems', 0)} to {kind['maxItems']}")
+    return f"{noun} {' and '.join(limits)}" if limits else noun
 
 
 @cache

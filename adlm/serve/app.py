@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import json
 import logging
-import reprlib
 import secrets
 import time
 from collections.abc import (
@@ -31,7 +30,6 @@ from starlette.exceptions import HTTPException
 
 from adlm import __version__
 from adlm.diffusion.samplers import SAMPLERS
-from adlm.errors import suggest_names
 from adlm.serve.engine import (
     ALL,
     SETTLED,
@@ -47,7 +45,6 @@ from adlm.serve.protocol import (
     ErrorBody,
     InfillBody,
     ScoreBody,
-    StreamOptions,
     describe_draft,
 )
 from adlm.settings import (
@@ -55,6 +52,7 @@ from adlm.settings import (
     DEFAULT_TOP_P,
     SamplingSettings,
     SettingsError,
+    explain,
     list_own_names,
 )
 from adlm.text.generation import GenerationRequest
@@ -116,34 +114,23 @@ def answer_error(
     return answer_json(describe_error(status, message, **fields), status, headers)
 
 
+def answer_problem(request: Request, error: RequestValidationError) -> Response:
+    """Return the answer to a body that is not what its path takes."""
+    problems = [problem | {"loc": problem["loc"][1:]} for problem in error.errors()]
+    if problems[0]["type"] == "json_invalid":
+        (place,), context = problems[0]["loc"], problems[0]["ctx"]
+        return answer_error(400, f"the body is not JSON: {context['error']} at character {place}")
+    if not isinstance(error.body, dict):
+        expected = 'expected names with values; send an object, such as {"prompt": "It was"}'
+        return answer_error(400, str(SettingsError({"body": error.body}, expected)))
+    cause = explain(request.scope["endpoint"].__annotations__["body"], problems, error.body, "json")
+    return answer_error(400, str(cause), param=next(iter(cause.values)))
+
+
 async def answer_exception(request: Request, error: Exception) -> Response:
     """Return the answer to an exception: 400 for a wrong value, 429 for a full queue, 503 during a shutdown."""
     if isinstance(error, RequestValidationError):
-        first = min(
-            error.errors(), key=lambda each: each["type"].endswith("_type")
-        )  # if a form fits, what it lacks
-        place = [str(part) for part in first["loc"][1:]]
-        if first["type"] == "extra_forbidden":
-            body = (
-                StreamOptions
-                if len(place) > 1
-                else request.scope["endpoint"].__annotations__["body"]
-            )
-            hint = suggest_names(place[-1][:99], body.model_fields)
-            return answer_error(
-                400,
-                f"unknown field {place[-1]!r}{hint}: correct it or leave it out",
-                param=place[-1],
-            )
-        if first["type"] == "json_invalid":
-            return answer_error(
-                400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}"
-            )
-        where, param = (f"field {place[0]}", place[0]) if place else ("the body", None)
-        problem = first["msg"].replace("Input should be", "expected")
-        return answer_error(
-            400, f"{where} has {reprlib.repr(first['input'])}: {problem}", param=param
-        )
+        return answer_problem(request, error)
     if isinstance(error, QueueFullError):
         return answer_error(
             error.status, str(error), {"retry-after": str(error.retry_after)}, code=error.code

@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from adlm.diffusion.samplers import SAMPLERS
 from adlm.serve.engine import RowFrame
+from adlm.settings import SamplingSettings, Settings, SettingsError, list_own_names
 from adlm.text import templates
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
@@ -24,10 +25,25 @@ MAX_STOPS = 16
 MAX_SCORED_TEXTS = 64
 
 
-class StrictBody(BaseModel):
-    """A body without unknown fields, numbers in strings, NaN or infinity."""
+class Body(Settings, defer_build=False):
+    """The base of bodies, whose classes FastAPI reads when they are built."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    elsewhere = SamplingSettings.elsewhere
+
+
+def make_fields(name: str, *left_out: str) -> Any:
+    """Return a class with the settings of sampling under OpenAI's names, all of them optional."""
+    fields: dict[str, Any] = {}
+    for own, typed in list_own_names(SamplingSettings, "openai").items():
+        if typed not in left_out:
+            field = SamplingSettings.model_fields[own]
+            kind: Any = Annotated[field.annotation, Field(), *field.metadata]
+            fields[typed] = (kind | None, Field(default=None, description=field.description))
+    return create_model(name, __base__=Body, **fields)
+
+
+CompletionFields: Any = make_fields("CompletionFields")
+InfillFields: Any = make_fields("InfillFields", "max_tokens", "stop")
 
 
 class ErrorBody(BaseModel):
@@ -36,35 +52,14 @@ class ErrorBody(BaseModel):
     error: dict[Literal["message", "type", "param", "code"], str | None]
 
 
-class SamplingSettings(StrictBody):
-    """Settings of a text; those that are left out or null are `LM.generate`'s defaults, the seed a random one."""
-
-    n: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    sampler: str | None = None
-    steps: int | None = Field(None, ge=1)
-    block: int | None = Field(None, ge=1)
-    options: dict[str, int | float | bool | str] | None = None
-
-    def read_settings(self) -> dict[str, Any]:
-        """Return the settings that are given, with a seed."""
-        given = {name: getattr(self, name) for name in SamplingSettings.model_fields}
-        if self.sampler is not None:
-            SAMPLERS.resolve(self.sampler)  # a request never imports one
-        return {"seed": None, **{name: value for name, value in given.items() if value is not None}}
-
-
-class StreamOptions(StrictBody):
+class StreamOptions(Body):
     """OpenAI's options of a stream."""
 
     include_usage: bool | None = None
 
 
-class SamplingBody(SamplingSettings):
-    """What completions and infilling have in common."""
+class SamplingBody(Body):
+    """What completions and infilling have in common, besides the settings of sampling."""
 
     model: str | None = None
     user: str | None = None
@@ -74,25 +69,41 @@ class SamplingBody(SamplingSettings):
     stream_mode: Literal["settled", "denoise"] | None = None
     guesses: int | None = Field(None, ge=0, le=MAX_GUESSES)
 
+    def read_settings(self, *left_out: str) -> SamplingSettings:
+        """Return the settings: what is left out or null is the default, the seed a random one."""
+        given: dict[str, Any] = {"seed": None}
+        for name in list_own_names(SamplingSettings, "openai").values():
+            value = getattr(self, name, None)
+            if value is not None and name not in left_out:
+                given[name] = value
+        settings = SamplingSettings.parse("openai", None, **given)
+        if isinstance(settings.sampler, str):
+            SAMPLERS.resolve(settings.sampler)  # a request never imports one
+        return settings
+
     @property
     def has_drafts(self) -> bool:
         """Whether every frame is wanted."""
         return self.stream_mode == "denoise" or self.guesses is not None
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(SamplingBody, CompletionFields):
     """The body of /v1/completions. With `suffix` the text between prompt and suffix is generated."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     suffix: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=1)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=1)
     presence_penalty: float | None = Field(None, ge=0, le=0)
     frequency_penalty: float | None = Field(None, ge=0, le=0)
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
+
+    @model_validator(mode="after")
+    def check_stops(self) -> Self:
+        """Refuse more stop texts than a stream can look for."""
+        is_few = len(self.stop or ()) <= MAX_STOPS
+        return self.require(is_few, f"at most {MAX_STOPS} texts; leave some out", "stop")
 
     @property
     def is_filling(self) -> bool:
@@ -109,43 +120,39 @@ class CompletionBody(SamplingBody):
 
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
-        settings, prompts = self.read_settings(), self.texts
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if not self.is_filling:
-            if self.min_tokens is not None:
-                raise ValueError(
-                    "min_tokens is the least length of a text before a suffix: leave it out, or give both"
-                )
-            if len(texts) == len(prompts):
-                return lm.build_request(texts, max_new_tokens=self.max_tokens, **settings)
-            layouts = [
-                layout_tokens(lm, ids, self.max_tokens)
-                for ids in prompts
-                if not isinstance(ids, str)
-            ]
-            longest = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-            request = lm.build_request(
-                "a", max_new_tokens=longest, **settings
-            )  # for its sampler and settings
-            return replace(request, layouts=layouts)
-        if len(texts) < len(prompts):
+        texts = [prompt for prompt in self.texts if isinstance(prompt, str)]
+        ids = [prompt for prompt in self.texts if not isinstance(prompt, str)]
+        if self.is_filling:
+            return self._build_filling(lm, texts, ids)
+        if self.min_tokens is not None:
+            expected = (
+                "expected a suffix with it, which the text comes before; give both, or neither"
+            )
+            raise SettingsError({"min_tokens": self.min_tokens}, expected)
+        settings = self.read_settings()
+        if not ids:
+            return lm.build_request(texts, settings)
+        layouts = [layout_tokens(lm, prompt, self.max_tokens) for prompt in ids]
+        return lm.request_layouts(layouts, settings)
+
+    def _build_filling(
+        self, lm: LM, texts: Sequence[str], ids: Sequence[Sequence[int]]
+    ) -> GenerationRequest:
+        if ids:
             raise ValueError("prompt has token ids, and a suffix is text: give the prompt as text")
         most = self.max_tokens or max(templates.MAX_HOLE_TOKENS, self.min_tokens or 1)
         hole = Hole(self.min_tokens or max(1, most - MAX_LENGTHS + 1), most)
-        return build_filling(lm, [[text, hole, self.suffix or ""] for text in texts], settings)
+        holes: list[Template] = [[text, hole, self.suffix or ""] for text in texts]
+        return build_filling(lm, holes, self.read_settings("max_tokens", "stop"))
 
     def make_reader(self, layout: Layout) -> "TextReader":
         """Return the reader of the generated text; with `echo`, of the prompt too."""
         hole = next(i for i, span in enumerate(layout.spans) if span.texts is None)
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return TextReader(
-            layout,
-            layout.spans[0 if self.echo else hole : hole + 1],
-            [each for each in stops if each],
-        )
+        spans = layout.spans[0 if self.echo else hole : hole + 1]
+        return TextReader(layout, spans, self.stop or ())
 
 
-class InfillBody(SamplingBody):
+class InfillBody(SamplingBody, InfillFields):
     """The body of /v1/infill: templates such as "The ___ sat on the ___{2}."."""
 
     template: str | list[str]
@@ -165,7 +172,7 @@ class InfillBody(SamplingBody):
         return TextReader(layout, layout.spans)
 
 
-class ScoreBody(StrictBody):
+class ScoreBody(Body):
     """The body of /v1/score."""
 
     model: str | None = None
@@ -202,7 +209,9 @@ def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     return replace(plain, spans=spans, **columns)
 
 
-def build_filling(lm: LM, texts: Sequence[Template], settings: dict[str, Any]) -> GenerationRequest:
+def build_filling(
+    lm: LM, texts: Sequence[Template], settings: SamplingSettings
+) -> GenerationRequest:
     """Check the number of holes and of their lengths in templates, and return what is to be sampled."""
     # Parsing more holes than fit would slow the batch down: both threads share Python's lock.
     most = max(
@@ -223,7 +232,7 @@ def build_filling(lm: LM, texts: Sequence[Template], settings: dict[str, Any]) -
         raise ValueError(
             f"{numbers}: say how long holes are, such as ___{{5}} (with a suffix: min_tokens)"
         )
-    return lm.build_request(template=texts, **settings)
+    return lm.build_request(settings=settings, template=texts)
 
 
 def describe_draft(frame: RowFrame, request: GenerationRequest) -> dict[str, Any]:

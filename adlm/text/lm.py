@@ -253,9 +253,9 @@ class LMEngine:
         **changes: Unpack[SamplingArguments],
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        settings = SamplingSettings.parse("python", settings, **changes).draw_seed()
-        choose = partial(self.choose_sampler, settings, is_filling=template is not None)
-        choose(hidden=1)  # raises before a network chooses the lengths of holes
+        settings = SamplingSettings.parse("python", settings, **changes)
+        is_filling = template is not None
+        self.choose_sampler(settings, is_filling=is_filling)  # raises before a network is run
         if template is None:
             lengths = settings.length, settings.max_new_tokens
             layouts = [
@@ -267,20 +267,30 @@ class LMEngine:
             predictor = partial(getattr, self, "predictor")  # made when a length is to be chosen
             templates = generation.as_list(template, "template")
             layouts = [self.row_format.layout_template(each, predictor) for each in templates]
+        return self.request_layouts(layouts, settings, is_filling=is_filling)
+
+    def request_layouts(
+        self, layouts: list[Layout], settings: SamplingSettings, *, is_filling: bool = False
+    ) -> GenerationRequest:
+        """Return a request for rows that are laid out already."""
         if not layouts:
             raise ValueError(
                 "there is nothing to generate: give a prompt (it may be empty) or a template, or a list"
             )
+        settings = settings.draw_seed()
         hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-        sampler, described = choose(hidden=hidden)
-        described = {"model": self.name, "method": self.method, **described}
-        described |= settings.describe_texts()
-        described |= {"device": str(self.device)}
-        described |= {
-            "length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)
+        sampler, described = self.choose_sampler(settings, is_filling=is_filling, hidden=hidden)
+        length = max(sum(span.end - span.start for span in layout.spans) for layout in layouts)
+        description = {
+            "model": self.name,
+            "method": self.method,
+            **described,
+            **settings.describe_texts(),
+            "device": str(self.device),
+            "length": length,
         }
         sampling = SamplingParams.from_settings(settings)
-        return GenerationRequest(layouts, settings, sampler, sampling, described)
+        return GenerationRequest(layouts, settings, sampler, sampling, description)
 
     def choose_sampler(
         self, settings: SamplingSettings, *, is_filling: bool = False, hidden: int = 1

@@ -243,7 +243,8 @@ def test_the_mask_token_as_text_stays_text(client: TestClient) -> None:
 BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"tempreature": 1}, "tempreature"), ({"n": 0}, "n"), ({"n": "2"}, "n"), ({"seed": -1}, "seed"),
     ({"temperature": -1}, "temperature"), ({"logprobs": 6}, "logprobs"), ({"presence_penalty": 1}, "presence_penalty"),
-    ({"stream_options": {"x": 1}}, "x"), ({"sampler": "nope"}, None), ({"steps": 10**6}, None), ({"n": 10**9}, None),
+    ({"stream_options": {"x": 1}}, "stream_options.x"),
+    ({"sampler": "nope"}, None), ({"steps": 10**6}, None), ({"n": 10**9}, None),
     ({"prompt": 5}, "prompt"), ({"prompt": [1, 2.5]}, "prompt"), ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": []}, None),
     ({"prompt": [[]]}, None), ({"prompt": [10**30]}, None), ({"prompt": [-1]}, None), ({"prompt": [65] * 999}, None),
@@ -272,12 +273,15 @@ def test_bad_bodies_are_named(client: TestClient, body: Any, param: str | None) 
 
 def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
     for body, message in (
-        ({"max_tokens": "3"}, "field max_tokens has '3': expected a valid integer"),
-        ({"stop": ["x"] * 17}, "List should have at most 16 items"),
+        ({"max_tokens": "3"}, "max_tokens='3': expected a whole number above 0; leave it out"),
+        ({"stop": ["x"] * 17}, "expected at most 16 texts; leave some out"),
         ({"prompt": "the", "max_tokens": 999}, "max_tokens=999: expected at most "),
         ({"prompt": ["the"] * 100_000}, "100000 texts, at most 128"),
-        ({"temprature": 1}, "unknown field 'temprature' (did you mean temperature?): correct it"),
-        ({"stream_options": {"include_usages": True}}, "(did you mean include_usage?)"),
+        ({"temprature": 1}, "temprature=1: unknown name; did you mean temperature?"),
+        (
+            {"stream_options": {"include_usages": True}},
+            "did you mean stream_options.include_usage?",
+        ),
         ({"steps": 100_000}, "100000 steps, at most 4096 are allowed"),
         (
             {"options": {"eta": 0.1}, "sampler": "margin"},
@@ -285,7 +289,16 @@ def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
         ),
     ):
         assert message in client.post("/v1/completions", json=body).json()["error"]["message"]
-    assert "at most 64 items" in client.post("/v1/score", json={"text": ["a"] * 65}).text
+    score = client.post("/v1/score", json={"text": ["a"] * 65}).json()["error"]
+    assert (
+        "expected a text or a list of 1 to 64; give" in score["message"]
+        and score["param"] == "text"
+    )
+    (eta,) = [client.post("/v1/completions", json={"eta": 0.1}).json()["error"]]
+    assert "options={'eta': …}" in eta["message"] and eta["param"] == "eta"
+    for body in ([], "x", 5):
+        message = client.post("/v1/completions", json=body).json()["error"]["message"]
+        assert message.startswith(f"body={body!r}: expected names with values")
 
 
 def test_neutral_values_of_unsupported_fields_are_accepted(client: TestClient) -> None:
