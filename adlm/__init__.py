@@ -6,28 +6,43 @@ Public names are imported on first use, so that `adlm --help` and shell completi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from adlm import evaluate
-    from adlm.config import Config, load_config
-    from adlm.convert import from_state_dict
-    from adlm.data.prepare import prepare
-    from adlm.data.shards import open_data
-    from adlm.diffusion.anchors import rare_in_sequence
-    from adlm.diffusion.categorical import SamplingParams
-    from adlm.diffusion.masking import ForwardProcess, corrupt
-    from adlm.diffusion.objectives import training_loss
-    from adlm.diffusion.rng import CounterRng
-    from adlm.diffusion.samplers import build_sampler
-    from adlm.generate import compile_for_sampling, stream_tokens
-    from adlm.likelihood import estimate_nll
-    from adlm.models.language_model import LanguageModel
-    from adlm.models.methods import build_config
-    from adlm.text.lm import LM, GenerationOutput, load
-    from adlm.text.templates import Hole
-    from adlm.training.loop import train
-    from adlm.view.gif import write_gif
-    from adlm.view.player import write_player
-    from adlm.view.trajectory import Trajectory
+if TYPE_CHECKING:  # `as`: type checkers take the names as public
+    from adlm import evaluate as evaluate
+    from adlm.config import Config as Config
+    from adlm.config import load_config as load_config
+    from adlm.convert import from_state_dict as from_state_dict
+    from adlm.data.prepare import prepare as prepare
+    from adlm.data.shards import open_data as open_data
+    from adlm.diffusion.anchors import rare_in_sequence as rare_in_sequence
+    from adlm.diffusion.categorical import SamplingParams as SamplingParams
+    from adlm.diffusion.masking import ForwardProcess as ForwardProcess
+    from adlm.diffusion.masking import corrupt as corrupt
+    from adlm.diffusion.objectives import training_loss as training_loss
+    from adlm.diffusion.rng import CounterRng as CounterRng
+    from adlm.diffusion.samplers import build_sampler as build_sampler
+    from adlm.generate import (
+        compile_for_sampling as compile_for_sampling,
+    )
+    from adlm.generate import (
+        stream_tokens as stream_tokens,
+    )
+    from adlm.likelihood import estimate_nll as estimate_nll
+    from adlm.models.language_model import LanguageModel as LanguageModel
+    from adlm.models.methods import build_config as build_config
+    from adlm.settings import (
+        SamplingArguments as SamplingArguments,
+    )
+    from adlm.settings import (
+        SamplingSettings as SamplingSettings,
+    )
+    from adlm.text.lm import LM as LM
+    from adlm.text.lm import GenerationOutput as GenerationOutput
+    from adlm.text.lm import load as load
+    from adlm.text.templates import Hole as Hole
+    from adlm.training.loop import train as train
+    from adlm.view.gif import write_gif as write_gif
+    from adlm.view.player import write_player as write_player
+    from adlm.view.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0"
 
@@ -40,7 +55,9 @@ _EXPORTS = {
     "GenerationOutput": "adlm.text.lm",
     "Hole": "adlm.text.templates",
     "LanguageModel": "adlm.models.language_model",
+    "SamplingArguments": "adlm.settings",
     "SamplingParams": "adlm.diffusion.categorical",
+    "SamplingSettings": "adlm.settings",
     "Trajectory": "adlm.view.trajectory",
     "build_config": "adlm.models.methods",
     "build_sampler": "adlm.diffusion.samplers",

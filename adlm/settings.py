@@ -273,12 +273,18 @@ def list_fields(settings: type[BaseModel], prefix: str = "") -> dict[str, FieldI
     return fields
 
 
-def describe(field: FieldInfo) -> str:
-    """Return what a field takes, by its JSON schema: a number above 0 and at most 1."""
+def list_kinds(field: FieldInfo) -> list[dict[str, Any]]:
+    """Return the JSON schema of each type that a field takes."""
     annotation: Any = Annotated[field.annotation, field]
     schema = pydantic.TypeAdapter(annotation).json_schema()
+    kinds: list[dict[str, Any]] = schema.get("anyOf", [schema])
+    return kinds
+
+
+def describe(field: FieldInfo) -> str:
+    """Return what a field takes, by its JSON schema: a number above 0 and at most 1."""
     texts = []
-    for kind in schema.get("anyOf", [schema]):
+    for kind in list_kinds(field):
         text = describe_kind(kind)
         if text != NOUNS["null"] or field.default is not None:
             texts.append(text)
@@ -449,7 +455,7 @@ class SamplingSettings(Settings):
     max_new_tokens: PositiveInt | None = None
     """Tokens after the prompt; by default as many as the model allows."""
     length: PositiveInt | None = None
-    """Tokens of a text, including the prompt; by default the model's length."""
+    """Tokens of a text, including the prompt, without BOS and EOS; by default the model's length."""
     n: PositiveInt = 1
     """Number of texts for each prompt or template."""
     steps: PositiveInt | None = Field(default=None, description=STEPS)

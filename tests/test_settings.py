@@ -3,6 +3,7 @@
 import inspect
 import json
 import pickle
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -189,33 +190,51 @@ def test_sampling_arguments_repeat_the_settings() -> None:
 
 
 USER = """
-from typing import Unpack
-from adlm.settings import SamplingArguments, SamplingSettings
+import adlm
+from adlm import LM, SamplingSettings
 
 
-def generate(prompt: str = "", **changes: Unpack[SamplingArguments]) -> SamplingSettings:
-    return SamplingSettings.parse("python", None, **changes)
-
-
-generate("x", steps=64, num_return_sequences=2, stop=["."], options={"eta": 0.1}, seed=None)
-generate("x", stop=".", top_p=1, max_tokens=3)
-generate("x", tempertaure=0.5)  # wrong
-generate("x", steps="64")  # wrong
-generate("x", sampler=3)  # wrong
-SamplingSettings(top_p=0.5, sampler="mine")
-SamplingSettings(topp=0.5)  # wrong
-SamplingSettings(top_p="x")  # wrong
+def use(lm: LM) -> None:
+    lm.generate("x", steps=64, num_return_sequences=2, stop=["."], options={"eta": 0.1}, seed=None)
+    lm.generate(["x"], SamplingSettings(top_p=0.5, sampler="mine"), stop=".", top_p=1, max_tokens=3)
+    lm.generate("x", sampler=adlm.build_sampler("ancestral", steps=4))
+    lm.infill("a ___", SamplingSettings(), temperature=0)
+    lm.generate("x", tempertaure=0.5)  # wrong
+    lm.infill("x", steps="64")  # wrong
+    lm.record("x", sampler=3)  # wrong
+    lm.stream("x", eta=0.1)  # wrong
+    SamplingSettings(topp=0.5)  # wrong
+    SamplingSettings(top_p="x")  # wrong
+"""
+CHECKED = """
+[mypy]
+strict = true
+ignore_missing_imports = true
+[mypy-adlm.*]
+ignore_errors = true
+[mypy-torch.*,numpy.*,tokenizers.*]
+follow_imports = skip
 """
 
 
 def test_mypy_refuses_a_mistyped_keyword(tmp_path: Path) -> None:
-    path = tmp_path / "user.py"
+    path, config = tmp_path / "user.py", tmp_path / "mypy.ini"
     path.write_text(USER, "utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(path)]
+    config.write_text(CHECKED, "utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config)]
+    command += ["--cache-dir", str(tmp_path / "cache"), str(path)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = [line.split(":")[1] for line in printed.splitlines() if ": error: " in line]
     wrong = [n for n, line in enumerate(USER.splitlines(), 1) if line.endswith("# wrong")]
     assert sorted(map(int, found)) == wrong, printed
+
+
+def test_the_docs_list_the_settings() -> None:
+    write_settings = runpy.run_path(str(ROOT / "docs" / "write_settings.py"))
+    page = write_settings["PAGE"].read_text("utf-8")
+    assert page == write_settings["fill_page"](page), "run python docs/write_settings.py"
+    for name in SamplingSettings.model_fields:
+        assert f"| `{name}` |" in page
 
 
 def test_settings_import_no_torch() -> None:

@@ -18,6 +18,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -48,11 +49,10 @@ from adlm.serve.protocol import (
     describe_draft,
 )
 from adlm.settings import (
-    DEFAULT_TEMPERATURE,
-    DEFAULT_TOP_P,
     SamplingSettings,
     SettingsError,
     explain,
+    list_kinds,
     list_own_names,
 )
 from adlm.text.generation import GenerationRequest
@@ -89,6 +89,8 @@ GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
 )
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 KINDS |= dict.fromkeys((500, 503), "server_error")
+PLACED = ("n", "max_tokens", "steps", "seed")  # numbers that the page has elsewhere, or not
+STEPS = {"integer": 1, "number": "any"}  # of an input, by the type of its number
 SHUTDOWN = "the server is shutting down: retry later"
 
 
@@ -348,16 +350,42 @@ async def run_while_connected(request: Request, work: Awaitable[Any]) -> Respons
             each.cancel()
 
 
+def format_inputs() -> Iterator[str]:
+    """Yield the page's input of each number among the settings that has no place of its own there."""
+    for name, typed in list_own_names(SamplingSettings, "openai").items():
+        field = SamplingSettings.model_fields[name]
+        kind = next((each for each in list_kinds(field) if each["type"] in STEPS), None)
+        if kind is None or typed in PLACED:
+            continue
+        # HTML has no limits that are excluded: the server refuses a number on them.
+        least = kind.get("minimum", kind.get("exclusiveMinimum", 0) + (kind["type"] == "integer"))
+        attributes = {
+            "name": typed,
+            "type": "number",
+            "min": least,
+            "max": kind.get("maximum"),
+            "step": STEPS[kind["type"]],
+            "value": None if field.default is None else f"{field.default:g}",
+            "placeholder": "default" if field.default is None else None,
+            "title": field.description,
+        }
+        shown = [
+            f'{key}="{escape(str(value))}"'
+            for key, value in attributes.items()
+            if value is not None
+        ]
+        label = typed.replace("_", " ").capitalize()
+        yield f"<label>{label} <input {' '.join(shown)} data-setting></label>"
+
+
 def serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Make the route of a file: the player's own, or the page's with the player's elements and the default settings."""
+    """Make the route of a file: the player's own, or the page's with the player's elements and the settings."""
     if name.startswith("player"):
         content = read_asset(name)
     else:
         content = files("adlm.serve").joinpath("page", name).read_text("utf-8")
-        content = content.replace("{{stage}}", read_asset("stage.html")).replace(
-            "{{top_p}}", f"{DEFAULT_TOP_P:g}"
-        )
-        content = content.replace("{{temperature}}", f"{DEFAULT_TEMPERATURE:g}")
+        content = content.replace("{{stage}}", read_asset("stage.html"))
+        content = content.replace("{{settings}}", "\n      ".join(format_inputs()))
 
     async def answer(request: Request) -> Response:
         return Response(content, media_type=MEDIA_TYPES[name.rsplit(".")[-1]])

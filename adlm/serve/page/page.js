@@ -7,8 +7,9 @@
   const field = (name) => form.elements.namedItem(name);
   const HOLE = /_{3,}(?:\{[^{}\n]*\})?/g; // as the server reads templates
   const FIELDS = ["text", "model", "sampler", "steps", "compare", "model2", "sampler2", "steps2", "seed"];
-  FIELDS.push("max_tokens", "temperature", "top_p", "block", "guesses");
-  const NUMBERS = ["seed", "temperature", "top_p", "block"]; // of both sides
+  const SETTINGS = [...form.querySelectorAll("[data-setting]")].map((each) => each.name); // that the server lists
+  FIELDS.push("max_tokens", ...SETTINGS, "guesses");
+  const NUMBERS = ["seed", ...SETTINGS]; // of both sides
   const EXAMPLE = "The old man ___{6} to the window, and ___{8} the rain.";
   let models = [];
   let running = null; // what stops the requests
