@@ -73,7 +73,6 @@ def test_the_demo_infills_learns_and_keeps_its_runs(tmp_path: Path) -> None:
     sampled = CliRunner().invoke(app, [*words, "--length", "12", "--steps", "4"])
     assert sampled.exit_code == 0 and sampled.stdout.startswith("The old man ")
     assert "\x1b" not in result.output  # a pipe gets lines, not a screen
-    assert len(result.output.splitlines()) < 110
 
 
 def test_json_is_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

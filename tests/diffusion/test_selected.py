@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from adlm.diffusion import selected
 from adlm.diffusion.anchors import rare_in_sequence
@@ -15,7 +16,7 @@ from adlm.diffusion.objectives import diffusion_loss, score_entropy_loss, token_
 from adlm.diffusion.plans import ancestral, remask_cap, reverse_distribution
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
-from adlm.diffusion.selected import _SelectedLossFunction, selected_loss
+from adlm.diffusion.selected import selected_loss
 from adlm.generate import compile_for_sampling
 from bench.plain import plain_law, plain_logits, plain_loss, subs
 from tests.world import MASK, VOCAB, compute_probs, random_tokens, small_model
@@ -65,18 +66,17 @@ def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multi
 
 @pytest.mark.parametrize("offset", [None, 0.7])
 @pytest.mark.parametrize("chunk", [1, 2, 7])
-def test_gradients_agree_with_finite_differences(chunk, offset):
-    x, head = normal(5, 4, seed=1).requires_grad_(), linear(4, 6)
-    target, weight = (
-        torch.tensor([0, 5, 2, 2, 1]),
-        torch.tensor([1.0, 0.3, 2.0, 0.0, 5.0], dtype=torch.float64),
-    )
-    shift = None if offset is None else torch.tensor(offset, dtype=torch.float64)
+def test_gradients_agree_with_finite_differences(chunk, offset, monkeypatch):
+    monkeypatch.setitem(selected.MAX_LOGIT_ROWS, "cpu", chunk)
+    features, head = normal(1, 5, 4, seed=1).requires_grad_(), linear(4, 6)
+    targets = torch.tensor([[0, 5, 2, 2, 1]])
+    weight = torch.tensor([1.0, 0.3, 2.0, 0.0, 5.0], dtype=torch.float64)
+    selection = Selection(torch.arange(5), weight)
 
-    def total(x, matrix, bias):
-        return _SelectedLossFunction.apply(x, matrix, bias, target, weight, shift, chunk)[0]
+    def total(features, matrix, bias):  # the head's own parameters, which gradcheck varies in place
+        return selected_loss(features, head, targets, selection, offset=offset).total
 
-    assert torch.autograd.gradcheck(total, (x, head.weight, head.bias))
+    assert torch.autograd.gradcheck(total, (features, head.weight, head.bias))
 
 
 @pytest.mark.parametrize("frozen", ["features", "weight", "bias", "no bias"])
@@ -229,14 +229,14 @@ def test_log_probs_are_the_plain_ones(method):
     assert (log_probs.exp().gather(-1, xt[..., None])[xt != MASK] == 1).all()
 
 
-def test_measuring_is_training_without_the_gradients_product(monkeypatch):
-    """The same losses under no_grad, and no product for the head's gradient, which its weights would ask for."""
+def test_measuring_is_training_without_the_products_of_the_gradient() -> None:
+    """The same losses under no_grad, for a third of the work: the logits alone, whose gradients take as much each."""
     head, features, targets = linear(), normal(2, 5, 6), torch.tensor([[1, 2, 3, 4, 5]] * 2)
     selection = Selection(torch.arange(10), torch.ones(10, dtype=torch.float64))
-    trained = selected_loss(features, head, targets, selection, without=0)
-    monkeypatch.setattr(selected, "_add_product", None)  # who adds to the head's gradient fails
-    with torch.no_grad():
+    features.requires_grad_()
+    with FlopCounterMode(display=False) as training:
+        trained = selected_loss(features, head, targets, selection, without=0)
+    with torch.no_grad(), FlopCounterMode(display=False) as measuring:
         measured = selected_loss(features, head, targets, selection, without=0)
     assert torch.equal(measured.total, trained.total) and torch.equal(measured.each, trained.each)
-    with pytest.raises(TypeError):
-        selected_loss(features, head, targets, selection, without=0)
+    assert training.get_total_flops() == 3 * measuring.get_total_flops() > 0

@@ -157,9 +157,8 @@ def test_short_continuations_take_one_evaluation_for_each_set_of_hidden_tokens()
         values = []
         for seed in (0, 1):
             rows.clear()
-            values.append(
-                wrap(model, draws=20, seed=seed)._sum_nats([build_rows(model, "on", continuation)])
-            )
+            pairs = [("on", continuation)]
+            values.append(score(wrap(model, draws=20, seed=seed), pairs)[0])
             assert sum(rows) == evaluations
         assert (values[0] == values[1]) == (evaluations != 20)
     handle.remove()

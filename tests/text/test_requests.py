@@ -1,6 +1,5 @@
 """Requests: names of other libraries, what a call returns, and errors with value, expectation and remedy."""
 
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,6 @@ from adlm import Hole
 from adlm.diffusion.plans import ancestral
 from adlm.diffusion.samplers import SAMPLERS, build_sampler
 from adlm.models import folder as model_folder
-from adlm.models.language_model import LanguageModel
 from adlm.settings import (
     DEFAULT_SAMPLER,
     DEFAULT_TEMPERATURE,
@@ -208,23 +206,6 @@ def test_repr_and_save(tmp_path: Path) -> None:
     for name, weight in FRAMED.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], weight)
     assert again.generate(length=9, steps=3).texts == FRAMED.generate(length=9, steps=3).texts
-
-
-def test_few_frames_lie_between_generate_and_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader who steps from LM.generate into LanguageModel.forward passes seven functions of ours, both included."""
-    depths: list[int] = []
-    forward = LanguageModel.forward
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        frames = inspect.stack(0)[1:]
-        inside = frames[: [frame.function for frame in frames].index("generate") + 1]
-        depths.append(1 + sum("/adlm/" in frame.filename for frame in inside))
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(LanguageModel, "forward", spy)
-    FRAMED.generate(length=9, steps=3)
-    FRAMED.generate(length=9, sampler="confidence", steps=3)
-    assert depths and max(depths) <= 7
 
 
 def cut(path: Path) -> None:
