@@ -49,7 +49,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
             return self.table[name]
         if ":" in str(name):
             if allow_import:
-                return cast(Entry, load_object(name))
+                return cast(Entry, load_user_object(name))
             known = ", ".join(self.table)
             raise ValueError(
                 f"{self.kind} {name!r} is not imported from here: expected one of {known}; "
@@ -86,13 +86,19 @@ def build(
     return cast(Built, factory(**options))
 
 
+def load_user_object(target: str) -> Any:
+    """Import `module:object` that a person typed: a file in the current folder counts too."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)  # last: a file there does not hide an installed package
+    return load_object(target)
+
+
 def load_object(target: str) -> Any:
-    """Import `module:object`, from the current folder too; the caller answers for the string."""
+    """Import `module:object`; the caller answers for where the string comes from."""
     module, colon, name = target.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"{target!r} is not module:object: write for example my_package.file:name")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # last: a file there does not hide an installed package
     try:
         found: Any = import_module(module)
     except ModuleNotFoundError as error:

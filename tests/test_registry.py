@@ -135,9 +135,7 @@ def test_changes_win_over_the_preset():
         "adlm", "small", vocab_size=12, mask_id=3, dim=48, bridge="softmax", length=7
     )
     assert (config.dim, config.bridge, config.length, config.mask_id) == (48, "softmax", 7, 3)
-    with pytest.raises(
-        ValueError, match="unknown model setting 'depth': expected one of vocab_size"
-    ):
+    with pytest.raises(ValueError, match="depth=4: unknown name; expected one of vocab_size"):
         build_config("adlm", "small", vocab_size=12, mask_id=3, depth=4)
 
 

@@ -24,12 +24,12 @@ from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, open
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.devices import can_leave_padding_out, get_available_memory
-from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule, build_anchor_rule
+from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import OBJECTIVES, Objective
-from adlm.diffusion.samplers import build_sampler
-from adlm.diffusion.schedules import build_schedule
+from adlm.diffusion.samplers import SAMPLERS
+from adlm.diffusion.schedules import SCHEDULES
 from adlm.distributed import DistributedContext
 from adlm.errors import check_known
 from adlm.files import file_lock, hash_file
@@ -40,6 +40,7 @@ from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.models.methods import METHODS, build_config
 from adlm.models.transformer import unpad
+from adlm.registry import build
 from adlm.training import state as run_state
 from adlm.training.distributed import ParallelModel
 
@@ -92,7 +93,9 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     sampler = (
         None
         if shape.is_causal
-        else build_sampler(config.samples.sampler, steps=config.samples.steps)
+        else build(
+            SAMPLERS, config.samples.sampler, {"steps": config.samples.steps}, allow_import=True
+        )
     )
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
     data_hash = str(data.manifest["settings_sha256"])  # of the rows: a run resumes only on the same
@@ -334,25 +337,22 @@ def build_objective(
     """Build the training objective of a recipe."""
     settings, rule = config.objective, None
     if model.anchor_layers:
-        known = inspect.signature(ANCHOR_RULES.resolve(settings.anchor_rule)).parameters
+        factory = ANCHOR_RULES.resolve(settings.anchor_rule, allow_import=True)
+        known = inspect.signature(factory).parameters
         given = {**vars(settings), "seed": config.seed, "vocab_size": data.vocab_size}
         options = {key: value for key, value in given.items() if key in known and value is not None}
         if "counts" in known:
             options["counts"] = data.counts()
         if "document_counts" in known:
             options |= count_documents(data)
-        rule = build_anchor_rule(settings.anchor_rule, **options)
+        rule = build(ANCHOR_RULES, settings.anchor_rule, options, allow_import=True)
     process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
     # The kernel for rows of different lengths is one of half precision.
     is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
-    is_unpadded = is_unpadded and torch.cuda.get_device_capability() >= (8, 0)
+    is_unpadded = is_unpadded and can_leave_padding_out()
     process = replace(process, arrange_valid=unpad if is_unpadded else None)
     method = METHODS.resolve(str(config.method))
     return OBJECTIVES.resolve(method.objective)(process)
-    is_unpadded = is_unpadded and can_leave_padding_out()
-    return Objective(
-        process, model.is_causal, settings.anchor_weight, settings.anchor_ramp, is_unpadded
-    )
 
 
 def build_process(
@@ -362,7 +362,7 @@ def build_process(
     settings = config.objective
     return ForwardProcess(
         mask_id,
-        schedule=build_schedule(settings.schedule, **settings.schedule_options),
+        schedule=build(SCHEDULES, settings.schedule, settings.schedule_options, allow_import=True),
         anchor_rule=rule,
         anchor_scope=settings.anchor_scope,
         attend_padding=settings.attend_padding,

@@ -1,6 +1,7 @@
 """A run that cannot start raises an error before it writes anything."""
 
 import fcntl
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,53 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     recipe, data, _ = arguments(tmp_path)
     assert train(recipe, data, "folder=~/run", steps=1).folder == tmp_path / "run"
+
+
+USER_FILE = """
+from adlm.diffusion.samplers import build_sampler
+
+
+class Square:
+    def __init__(self, power=2.0):
+        self.power = power
+
+    def alpha(self, t):
+        return 1 - t**self.power
+
+    def dalpha(self, t):
+        return -self.power * t ** (self.power - 1)
+
+
+def long_ids(vocab_size):
+    return lambda tokens, valid: tokens > vocab_size // 2
+
+
+def half(steps):
+    return build_sampler("remask_cap", steps=steps, eta=0.5)
+"""
+
+
+def test_a_recipe_names_a_schedule_a_rule_and_a_sampler_of_a_users_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    Path("users_parts.py").write_text(USER_FILE, "utf-8")
+    done = run(
+        tmp_path / "run",
+        "steps=2",
+        "objective.schedule=users_parts:Square",
+        "objective.schedule_options.power=3.0",
+        "objective.anchor_rule=users_parts:long_ids",
+        "samples.sampler=users_parts:half",
+        "samples.every=2",
+    )
+    assert done.step == 2 and list((done.folder / "samples").glob("*.txt"))
+    with pytest.raises(ValueError, match="unknown users_parts:Square option 'powr'"):
+        run(
+            tmp_path / "other",
+            "objective.schedule=users_parts:Square",
+            "objective.schedule_options.powr=3.0",
+        )
+    with pytest.raises(ValueError, match="users_parts has no 'Squared'"):
+        run(tmp_path / "other", "objective.schedule=users_parts:Squared")
