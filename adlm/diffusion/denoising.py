@@ -283,7 +283,7 @@ def choose_sampling(
     """Return how a sampler's tokens are drawn, and those that a plan has left hidden at its end."""
     if not isinstance(sampler, Plan):
         return sampling, sampling
-    sampling = sampling if sampler.nucleus else replace(sampling, top_p=1.0, top_k=None)
+    sampling = sampling if sampler.nucleus else sampling.keep_all()
     if not sampler.fill_argmax:
         return sampling, sampling
     sampling = replace(sampling, nucleus="lineage")  # compat

@@ -260,7 +260,7 @@ def choose_sampling(
     if not isinstance(plan, Plan):
         return sampling, sampling
     if not plan.nucleus:
-        sampling = replace(sampling, top_p=1.0, top_k=None)
+        sampling = sampling.keep_all()
     if not plan.fill_argmax:
         return sampling, sampling
     sampling = replace(sampling, nucleus="lineage")  # compat
