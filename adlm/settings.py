@@ -411,6 +411,7 @@ Options = Annotated[Mapping[str, OptionValue], pydantic.BeforeValidator(read_val
 Temperature = NonNegativeFloat
 TopK = PositiveInt | None
 TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
 
 # The keys of stored texts, in this order; and what a description has in another form.
 DESCRIBED = ("temperature", "top_p", "top_k", "seed", "n", "block")
@@ -468,6 +469,8 @@ class SamplingSettings(Settings):
     """Nucleus: total probability of the tokens kept."""
     top_k: TopK = None
     """Number of likeliest tokens kept; by default all."""
+    min_p: MinP = 0.0
+    """Least probability of a token kept, as a share of the likeliest one's."""
     do_sample: bool = True
     """False sets the temperature to 0."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = 0
@@ -526,6 +529,7 @@ class SamplingArguments(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int | None
+    min_p: float
     do_sample: bool
     seed: int | None
     block: int | None

@@ -8,7 +8,7 @@ import torch
 import adlm
 from adlm.data.batches import Batch
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import SamplingParams, TokenLimits
+from adlm.diffusion.categorical import SamplingParams, TokenLimits, draw
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import MaskedDiffusion, NextToken, training_loss
 from adlm.diffusion.plans import remask_loop
@@ -96,6 +96,17 @@ def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
     torch.testing.assert_close(
         probs[same], law.gather(1, tokens[:, None])[:, 0][same], atol=1e-4, rtol=1e-3
     )
+
+
+@pytest.mark.parametrize("top_p", [0.8, 1.0])
+def test_least_probabilities_are_those_of_the_cpu(top_p):
+    sampling = SamplingParams(top_p=top_p, min_p=0.2)
+    logits = 3 * torch.randn(256, VOCAB, generator=torch.Generator().manual_seed(0))
+    u = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    law = compute_probs(logits, sampling)
+    tokens = draw(logits.cuda(), u.cuda(), sampling).tokens.cpu()
+    assert (law.gather(1, tokens[:, None]) > 0).float().mean() > 0.99
+    assert (tokens == draw(logits, u, sampling).tokens).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])

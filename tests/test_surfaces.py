@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import adlm
 from adlm.settings import SamplingSettings, Vocabulary, list_own_names
-from tests.cli.terminal import ROOT, invoke, make_env
+from tests.cli.terminal import ROOT, answer_json, invoke, make_env, trained
 from tests.text.models import lm
 
 LIBRARIES: tuple[Vocabulary, ...] = ("transformers", "diffusers")
@@ -58,3 +62,52 @@ def test_every_setting_is_an_argument_of_other_libraries(library: Vocabulary) ->
     again = SamplingSettings.parse(library, None, **keywords)
     assert again.to_keywords(library) == keywords
     assert {"temperature", "top_p", "top_k", "max_new_tokens"} <= keywords.keys()
+
+
+def test_a_draw_is_the_same_on_every_surface(tmp_path: Path) -> None:
+    """The least probability, which no surface names: Python, command, request, other libraries."""
+    for extra in ("fastapi", "httpx", "transformers", "diffusers"):
+        pytest.importorskip(extra)
+    from diffusers import DiffusionPipeline
+    from fastapi.testclient import TestClient
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    from adlm.interop.huggingface import export
+    from adlm.serve.app import create_app
+
+    lm = adlm.load(trained(), device="cpu")
+    short: dict[str, Any] = {"steps": 6, "seed": 3, "top_p": 1.0, "sampler": "remask_loop"}
+    output = lm.generate("It was", max_new_tokens=12, min_p=0.5, **short)
+    expected = output.texts
+    assert output.settings["min_p"] == 0.5
+    assert lm.generate("It was", max_new_tokens=12, **short).texts != expected
+
+    words = ("--prompt", "It was", "--max-new-tokens", 12, "--steps", 6, "--seed", 3, "--top-p", 1)
+    answer = answer_json("sample", trained(), *words, "--sampler", "remask_loop", "--min-p", 0.5)
+    assert answer["texts"] == expected
+
+    with TestClient(create_app(lm)) as client:
+        body = {"prompt": "It was", "max_tokens": 12, "min_p": 0.5, "echo": True, **short}
+        choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["text"] for choice in choices] == expected
+
+    folder = export(lm, tmp_path / "model")
+    model, tokenizer = (
+        AutoModelForMaskedLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    prompt = tokenizer("It was", return_tensors="pt")
+    tokens = model.generate(**prompt, max_new_tokens=12, min_p=0.5, **short)
+    assert tokenizer.batch_decode(tokens, skip_special_tokens=True) == expected
+
+    pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+    generator = torch.Generator().manual_seed(3)
+    texts = pipe(
+        "It was",
+        max_new_tokens=12,
+        num_inference_steps=6,
+        top_p=1.0,
+        min_p=0.5,
+        generator=generator,
+    ).texts
+    assert texts == expected

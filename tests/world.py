@@ -15,7 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adlm.diffusion.categorical import SamplingParams, apply_temperature, find_candidates
+from adlm.diffusion.categorical import (
+    SamplingParams,
+    apply_temperature,
+    drop_unlikely,
+    find_candidates,
+)
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
 from adlm.models.language_model import LanguageModel, ModelConfig
@@ -97,9 +102,8 @@ def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The probabilities (N, V) that `draw` draws from, in float64."""
     if params.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    probs, ids, _ = find_candidates(
-        apply_temperature(logits, params.temperature), params, logits.shape[-1]
-    )
+    cooled = drop_unlikely(apply_temperature(logits, params.temperature), params.min_p)
+    probs, ids, _ = find_candidates(cooled, params, logits.shape[-1])
     return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, ids, probs)
 
 
@@ -176,10 +180,12 @@ class TinyWorld:
 
 
 def filter_probs(probs: Tensor, sampling: SamplingParams) -> Tensor:
-    """One distribution (V,) after temperature, top-k, top-p in this order, token by token."""
+    """One distribution (V,) after temperature, min-p, top-k, top-p in this order, token by token."""
     if sampling.temperature == 0:
         return nn.functional.one_hot(probs.argmax(), len(probs)).double()
     weights = {i: p ** (1 / sampling.temperature) for i, p in enumerate(probs.tolist()) if p > 0}
+    least = sampling.min_p * max(weights.values())
+    weights = {i: weight for i, weight in weights.items() if weight >= least}
     ranked = sorted(weights, key=lambda i: -weights[i])[: sampling.top_k]
     whole = sum(weights[i] for i in ranked)
     kept, mass = [], 0.0

@@ -1,12 +1,13 @@
 """Token draws from logits in float64: temperature, top-k and top-p without sorting a vocabulary."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from adlm.settings import SamplingSettings, Temperature, TopK, TopP, derive_settings
+from adlm.settings import MinP, SamplingSettings, Temperature, TopK, TopP, derive_settings
 
 CANDIDATE_SIZES = (
     1024,
@@ -22,6 +23,7 @@ class SamplingParams:
     top_k: TopK = None
     top_p: TopP = 1.0
     nucleus: Literal["usual", "lineage"] = "usual"
+    min_p: MinP = 0.0  # before the others
 
     def __post_init__(self) -> None:
         derive_settings(SamplingParams).parse("python", None, **vars(self))
@@ -72,7 +74,7 @@ def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         return DrawnTokens(tokens, torch.ones_like(tokens, dtype=torch.float64))
-    logits = apply_temperature(logits, params.temperature)
+    logits = drop_unlikely(apply_temperature(logits, params.temperature), params.min_p)
     vocab = logits.shape[-1]
     if params.top_p == 1 and (params.top_k is None or params.top_k >= vocab):
         return _invert(logits.double().softmax(-1), u)
@@ -124,6 +126,14 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
         return logits
     logits = logits.double() if temperature < 1e-30 else logits.float()
     return (logits - logits.amax(-1, keepdim=True)) / temperature
+
+
+def drop_unlikely(logits: Tensor, min_p: float) -> Tensor:
+    """Rule out the tokens whose probability is less than min_p times that of the likeliest."""
+    if min_p == 0:
+        return logits
+    below_peak = logits.float() - logits.amax(-1, keepdim=True).float()
+    return logits.masked_fill(below_peak < math.log(min_p), -torch.inf)
 
 
 def _invert(probs: Tensor, u: Tensor) -> DrawnTokens:

@@ -51,6 +51,29 @@ def test_nuclei_by_hand(top_p, nucleus, kept):
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (SamplingParams(min_p=0.2), [50 / 95, 30 / 95, 15 / 95, 0]),
+        (SamplingParams(min_p=0.5), [5 / 8, 3 / 8, 0, 0]),
+        (SamplingParams(min_p=1.0), [1, 0, 0, 0]),
+        (SamplingParams(min_p=0.01), [0.5, 0.3, 0.15, 0.05]),
+        (SamplingParams(min_p=0.2, temperature=0.5), [25 / 34, 9 / 34, 0, 0]),  # after it
+        (SamplingParams(min_p=0.2, top_p=0.7), [5 / 8, 3 / 8, 0, 0]),
+        (SamplingParams(min_p=0.5, top_p=0.6), [1, 0, 0, 0]),  # a share of what is left
+        (SamplingParams(min_p=0.5, top_k=3), [5 / 8, 3 / 8, 0, 0]),
+    ],
+)
+def test_least_probabilities_by_hand(sampling, kept):
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).log()[[2, 0, 4, 3, 1]]
+    expected = torch.tensor([*kept, 0.0], dtype=torch.float64)[[2, 0, 4, 3, 1]]
+    for shift in (0.0, 40.0):
+        found = compute_probs((logits + shift)[None], sampling)[0]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    both = compute_probs(torch.tensor([[1.0, 1.0, 0.0]]), SamplingParams(min_p=1.0))
+    assert both.tolist() == [[0.5, 0.5, 0.0]]
+
+
 def test_equally_likely_tokens_share_their_fate():
     probs = compute_probs(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), SamplingParams(top_p=0.3))
     torch.testing.assert_close(probs, torch.tensor([[1, 1, 1, 0]]).double() / 3)
@@ -63,6 +86,8 @@ SETTINGS = [
     SamplingParams(top_k=5),
 ]
 SETTINGS += [SamplingParams(top_p=0.5, nucleus="lineage"), SamplingParams(top_k=5, top_p=0.8)]
+SETTINGS += [SamplingParams(min_p=0.1), SamplingParams(top_k=5, top_p=0.8, min_p=0.3)]
+SETTINGS += [SamplingParams(top_p=0.9, min_p=0.05)]
 SETTINGS += [SamplingParams(1.7, 17, 0.95, nucleus="lineage"), SamplingParams(top_k=100, top_p=0.8)]
 
 
@@ -141,6 +166,8 @@ def test_impossible_tokens_are_never_drawn():
         ({"temperature": float("nan")}, "temperature=.*: expected a number at least 0"),
         ({"top_p": 0.0}, "top_p=.*: expected a number above 0 and at most 1; .*1.0"),
         ({"top_p": 1.1}, "top_p=.*: expected a number above 0 and at most 1; .*1.0"),
+        ({"min_p": -0.1}, "min_p=.*: expected a number at least 0 and at most 1"),
+        ({"min_p": 1.1}, "min_p=.*: expected a number at least 0 and at most 1"),
         ({"top_k": 0}, "top_k=0: expected a whole number above 0"),
         ({"nucleus": "top"}, "nucleus='top': expected one of usual, lineage"),
     ],

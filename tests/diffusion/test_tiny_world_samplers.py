@@ -97,6 +97,7 @@ DRAWS = {
     "cool": SamplingParams(temperature=0.6),
     "hot": SamplingParams(temperature=2.5),
     "two best": SamplingParams(top_k=2),
+    "not unlikely": SamplingParams(min_p=0.4),
     "nucleus": SamplingParams(top_p=0.8),
     "lineage": SamplingParams(top_p=0.95, nucleus="lineage"),
     "all": SamplingParams(temperature=1.5, top_k=2, top_p=0.7),

@@ -116,7 +116,7 @@ def test_the_files_are_served_without_a_key_and_load_nothing_from_elsewhere() ->
         DEFAULT_TOP_P,
     )
     listed = re.findall(r'<input name="(\w+)"[^>]* data-setting>', index)
-    assert listed == ["temperature", "top_p", "top_k", "block"]
+    assert listed == ["temperature", "top_p", "top_k", "min_p", "block"]
     assert 'max="1" step="any" value="0.82" title="Nucleus: total probability' in index
     assert set(re.findall(r'(?:src|href)="([^"#:]+)"', index)) == {
         path[1:] for path in PAGE_FILES if path not in ("/", "/docs.js")
