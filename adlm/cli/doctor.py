@@ -134,8 +134,7 @@ def models(name: ShownModel = None, is_json: options.Json = False) -> None:
 def describe_model(name: str) -> dict[str, Any]:
     """Return method, sizes and model card of a model, without loading its weights."""
     from adlm.convert import is_lineage
-    from adlm.models.costs import count_parameters
-    from adlm.models.folder import read_config_json
+    from adlm.models.folder import count_stored_parameters, read_model_file
     from adlm.text.lm import find_model
 
     folder = find_model(name)
@@ -143,23 +142,24 @@ def describe_model(name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} is a checkpoint of other code: `adlm convert {shlex.quote(name)} --out DIR` shows it"
         )
-    content, config = read_config_json(folder)
+    file = read_model_file(folder)
+    parameters = count_stored_parameters(folder)
     card = folder / "README.md"
     text = card.read_text("utf-8", "replace")[:MAX_CARD] if card.is_file() else ""
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
     opening = next((part for part in text.split("\n\n") if not part.startswith("#")), "")
     return {
         "model": name,
-        "method": content["method"],
-        "parameters": count_parameters(config),
-        "length": config.length,
-        "vocabulary": config.vocab_size,
-        "memory": f"{4 * count_parameters(config) / 1e6:,.0f} MB",  # float32
+        "method": file.method,
+        "parameters": parameters,
+        "length": file.model.get("length"),
+        "vocabulary": file.model.get("vocab_size"),
+        "memory": f"{4 * parameters / 1e6:,.0f} MB",  # float32
         "about": re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(opening.split())).partition(". ")[
             0
         ],
-        "step": content["step"],
-        "rows": content["rows"],
+        "step": file.step,
+        "rows": file.rows,
         "folder": str(folder),
     }
 

@@ -290,6 +290,26 @@ OBJECTIVES: Registry[Callable[[ForwardProcess], Objective]] = Registry(
 )
 
 
+GivenObjective = Objective | Callable[[ForwardProcess], Objective] | str  # or `module:object`
+
+
+def choose_objective(
+    name: str, process: ForwardProcess, given: GivenObjective | None = None
+) -> Objective:
+    """Return the objective that a model folder or a recipe names: built in, or from the caller."""
+    if name in OBJECTIVES:
+        return OBJECTIVES[name](process)
+    if given is None:
+        known = ", ".join(OBJECTIVES)
+        raise ValueError(
+            f"the objective {name!r:.80} is not built in (expected {known}), and a model folder "
+            "imports nothing: if you trust its code, give objective=MODULE:OBJECT, "
+            "or --objective MODULE:OBJECT on the command line"
+        )
+    found: Any = OBJECTIVES.resolve(given, allow_import=True) if isinstance(given, str) else given
+    return found if isinstance(found, Objective) else found(process)
+
+
 def default_objective(model: FeatureModel) -> Objective:
     """Return the paper's objective for a network that names none: next tokens, or hidden ones."""
     process = ForwardProcess(model.config.mask_id)

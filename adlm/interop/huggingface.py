@@ -17,7 +17,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.files import create_partial_folder, publish_folder, write_json, write_tensors
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
-from adlm.models.folder import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel, build_config_json
+from adlm.models.folder import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel
 from adlm.text.lm import LM
 from adlm.text.templates import classify_tokens
 
@@ -118,7 +118,7 @@ def build_hub_config(loaded: LoadedModel, tokenizer: Tokenizer, dtype: str) -> d
         MODELING.rpartition(".")[2],
         (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id),
     )
-    return build_config_json(shape, loaded.method, loaded.step, loaded.rows) | {
+    return loaded.describe(loaded.model).model_dump() | {
         "model_type": AdlmConfig.model_type,
         "architectures": [f"AdlmFor{kind}"],
         "auto_map": {

@@ -31,9 +31,7 @@ PEAK_TFLOPS = {
 def count_parameters(config: ModelConfig) -> int:
     """Count the parameters of `LanguageModel(config)`, from shapes without memory; a tied head counts once."""
     model = build_on_meta(config)
-    return sum(p.numel() for p in model.parameters()) - (
-        model.head.weight.numel() if config.tied else 0
-    )
+    return sum(p.numel() for p in model.parameters())
 
 
 def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0.6) -> float:

@@ -3,20 +3,39 @@
 A model folder never causes an import, and its weights are safetensors: whatever it holds, loading it runs none of it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, NonNegativeInt
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from adlm import files
 from adlm.data.tokenizers import CONFIG_FILES, Tokenizer
+from adlm.diffusion.features import FeatureModel
+from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.objectives import OBJECTIVES, GivenObjective, Objective, choose_objective
 from adlm.files import hash_file, read_json, read_object
-from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta
+from adlm.models.methods import METHODS
+from adlm.models.network import (
+    TRANSFORMER,
+    GivenNetwork,
+    NetworkClass,
+    allocate_parameters,
+    build_network,
+    choose_network,
+    find_tied,
+    fold_network,
+    read_config,
+    read_network_config,
+)
+from adlm.settings import Settings
 
 LATEST, BEST = "latest", "best"  # links to checkpoints of a run
 MODEL_FORMAT = 1  # of config.json and model.safetensors
@@ -36,25 +55,72 @@ SCALE = ".scale"  # of an int8 matrix
 INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
 
-# Form of the values of config.json (`matches_form`).
-CONFIG_FORM = {
-    "format": range(MODEL_FORMAT + 1),
-    "method": str,
-    "step": range(2**62),
-    "model": dict,
-}
-CONFIG_FORM |= {"rows": (None, WRAPPED, DOCUMENTS)}
+
+class ModelFile(Settings):
+    """What config.json says of a model; other programs may write more."""
+
+    format: Annotated[int, Field(ge=0, le=MODEL_FORMAT)]
+    """The format of the folder, of this version of adlm or an earlier one."""
+    method: str
+    """The paper's name for the model, or that of its own network."""
+    step: NonNegativeInt
+    """Optimizer steps that the model was trained for."""
+    rows: Annotated[str, Field(pattern=f"^({WRAPPED}|{DOCUMENTS})$")] = WRAPPED
+    """Rows of the training data: documents are one a row, which ends with its document."""
+    network: str = TRANSFORMER
+    """The network: of NETWORKS, or module:object, which the caller gives."""
+    objective: str | None = None
+    """The objective: of OBJECTIVES, or module:object, which the caller gives; null: the method's."""
+    attend_padding: bool = False
+    """Whether the model was trained to read padding like text."""
+    schedule: str | None = None
+    """The noise schedule of training, for information alone."""
+    model: dict[str, Any]
+    """The settings of the network."""
+
+    @property
+    def objective_name(self) -> str:
+        """The objective, also of folders that name none."""
+        return self.objective or METHODS.resolve(self.method).objective
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model for inference, with its tokenizer and where it comes from."""
 
-    model: LanguageModel
+    model: Any  # a FeatureModel
     tokenizer: Tokenizer | None
     method: str
     step: int
     rows: str = WRAPPED  # of the training data: wrapped, or documents (one a row, which ends with its document)
+    network: str = TRANSFORMER
+    objective_name: str | None = None  # None: the method's
+    own_objective: Objective | None = None  # the one of the caller; None: it is built in
+    attend_padding: bool = False
+    schedule: str | None = None
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The objective under which the model's text is scored."""
+        if self.own_objective is not None:
+            return self.own_objective
+        name = self.objective_name or METHODS.resolve(self.method).objective
+        process = ForwardProcess(self.model.config.mask_id, attend_padding=self.attend_padding)
+        return choose_objective(name, process)
+
+    def describe(self, model: FeatureModel) -> ModelFile:
+        """Return the content of config.json for this model, or another form of it."""
+        return ModelFile(
+            format=MODEL_FORMAT,
+            method=self.method,
+            step=self.step,
+            rows=self.rows,
+            network=self.network,
+            objective=self.objective_name or METHODS.resolve(self.method).objective,
+            attend_padding=self.attend_padding,
+            schedule=self.schedule,
+            model=read_config(model),
+        )
 
 
 def find_model_folder(path: str | Path) -> Path:
@@ -87,35 +153,77 @@ def find_latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(list_checkpoints(folder)), None)  # killed between the rename and the link
 
 
-def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
-    """Load the model of a run, a checkpoint or a folder; by default checksums are compared where there are any."""
+def load_model(
+    path: str | Path,
+    *,
+    verify: bool | None = None,
+    network: GivenNetwork | None = None,
+    objective: GivenObjective | None = None,
+) -> LoadedModel:
+    """Load the model of a run, a checkpoint or a folder; by default checksums are compared where there are any.
+
+    A network or an objective that is not built in is given by the caller: nothing in the folder is imported.
+    """
     folder = find_model_folder(path)
-    content, config = read_config_json(folder)
-    model = build_on_meta(config)
+    file = read_model_file(folder)
+    try:
+        kind = choose_network(file.network, network)
+        own_objective = None
+        if file.objective_name not in OBJECTIVES:
+            process = ForwardProcess(file.model.get("mask_id"), attend_padding=file.attend_padding)
+            own_objective = choose_objective(file.objective_name, process, objective)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    model = build_network(kind, read_shape(folder, file, kind), seed=None)
     check_stored_tensors(folder, model)  # before memory is taken and a large file is read
     is_verified = (folder / "checksums.json").is_file() if verify is None else verify
     if is_verified and (problem := find_damage(folder, is_loaded=True)):
         remedy = f"{COPY_AGAIN} or, if you changed it yourself, delete checksums.json"
         raise ValueError(f"{folder} is damaged: {problem}: {remedy}")
-    model.to_empty(device="cpu")
-    if config.tied:
-        model.head.weight = model.embed.weight
-    model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
-    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content["rows"])
+    allocate_parameters(model)
+    load_weights(model, dequantize(read_weights(folder)))
+    return LoadedModel(
+        model.eval(),
+        Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None,
+        file.method,
+        file.step,
+        file.rows,
+        network=file.network,
+        objective_name=file.objective_name,
+        own_objective=own_objective,
+        attend_padding=file.attend_padding,
+        schedule=file.schedule,
+    )
 
 
-def read_config_json(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """Read and check a model's config.json: its content and the config of the model."""
+def read_model_file(folder: Path) -> ModelFile:
+    """Read and check a model's config.json."""
     path = folder / "config.json"
-    content = {"rows": WRAPPED} | read_object(path, CONFIG_FORM, f"{COPY_AGAIN}, or update adlm")
+    remedy = f"{COPY_AGAIN}, or update adlm"
+    content = read_object(path, {}, remedy)
+    known = {key: content[key] for key in ModelFile.model_fields if content.get(key) is not None}
     try:
-        return content, ModelConfig.parse("json", **content["model"])
-    except (
-        ValueError,
-        TypeError,
-    ) as error:  # TypeError: a setting is missing, or this version has no such
+        file = ModelFile.parse("json", **known)
+        _ = file.objective_name  # of a method that exists
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: {remedy}") from error
+    return file
+
+
+def read_shape(folder: Path, file: ModelFile, network: NetworkClass | nn.Module) -> Any:
+    """Return the config of the network that a folder describes."""
+    try:
+        return read_network_config(network, file.model)
+    except (ValueError, TypeError) as error:  # TypeError: this version has no such setting
+        path = folder / "config.json"
         raise ValueError(f"{path}: {error}: {COPY_AGAIN}, or update adlm") from error
+
+
+def load_weights(model: FeatureModel, weights: Mapping[str, Tensor]) -> None:
+    """Fill a network with its stored weights, of which tied ones are stored once."""
+    assert isinstance(model, nn.Module)
+    tied = {name: weights[kept] for name, kept in find_tied(model).items() if name not in weights}
+    model.load_state_dict({**weights, **tied})
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -136,27 +244,55 @@ def find_weights_file(folder: Path) -> Path:
     )
 
 
-def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
-    """Raise ValueError unless the header of model.safetensors has the model's tensors, in float (matrices: or int8)."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the header of a weights file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_header(folder: Path) -> dict[str, StoredTensor]:
+    """Read the header of a model's weights, and none of them."""
     path = find_weights_file(folder)
+    header = {}
     try:
         with safe_open(path, "pt") as file:
-            names = list(file.keys())
-            slices = {name.removeprefix(EXPORTED_PREFIX): file.get_slice(name) for name in names}
-            stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            dtypes = {name: part.get_dtype() for name, part in slices.items()}
+            for name in list(file.keys()):
+                part = file.get_slice(name)
+                stored = StoredTensor(tuple(part.get_shape()), part.get_dtype())
+                header[name.removeprefix(EXPORTED_PREFIX)] = stored
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}): {COPY_AGAIN}") from error
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if model.config.tied and "head.weight" not in stored:
-        del expected["head.weight"]
+    return header
+
+
+def count_stored_parameters(folder: Path) -> int:
+    """Count the parameters of a model by its weights file, without building the network."""
+    header = read_header(folder)
+    quantized = {name + SCALE for name, each in header.items() if each.dtype == "I8"}
+    return sum(math.prod(each.shape) for name, each in header.items() if name not in quantized)
+
+
+def check_stored_tensors(folder: Path, model: FeatureModel) -> None:
+    """Raise ValueError unless the header of model.safetensors has the model's tensors, in float (matrices: or int8)."""
+    header = read_header(folder)
+    stored = {name: each.shape for name, each in header.items()}
+    dtypes = {name: each.dtype for name, each in header.items()}
+    assert isinstance(model, nn.Module)
+    tensors = model.state_dict()
+    whole = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in find_tied(model):
+        if name not in stored:
+            del expected[name]
     quantized = {
         name for name, shape in expected.items() if len(shape) == 2 and dtypes.get(name) == "I8"
     }
     expected |= {name + SCALE: expected[name][:1] for name in sorted(quantized)}
     for name in expected | stored:
         if stored.get(name) != expected.get(name) or (
-            name not in quantized and dtypes[name] not in FLOAT_DTYPES
+            name not in quantized | whole and dtypes[name] not in FLOAT_DTYPES
         ):
             actual = f"{dtypes[name]} {stored[name]}" if name in stored else "missing"
             expectation = f"float {expected[name]}" if name in expected else "no such tensor"
@@ -191,6 +327,9 @@ def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Store matrices as int8 and `<name>.scale` (a float32 per row), vectors as float32; models compute in float."""
     stored: dict[str, Tensor] = {}
     for name, weight in weights.items():
+        if not weight.is_floating_point():
+            stored[name] = weight
+            continue
         if weight.dim() != 2:
             stored[name] = weight.float().contiguous()
             continue
@@ -210,29 +349,22 @@ def dequantize(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(
                 f"{name} is int8 but has no {name + SCALE}: the file is incomplete; export it again"
             )
-        if not name.endswith(SCALE):
-            weights[name] = (
-                weight.float() * stored[name + SCALE][:, None] if is_quantized else weight
-            )
+        of = stored.get(name.removesuffix(SCALE))
+        if name.endswith(SCALE) and of is not None and of.dtype == torch.int8:
+            continue
+        weights[name] = weight.float() * stored[name + SCALE][:, None] if is_quantized else weight
     return weights
 
 
 def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True) -> Path:
     """Write a model folder with its tokenizer, by default folded and quantized to one byte per weight."""
-    model = loaded.model.fold() if is_quantized else loaded.model
-    weights = {
-        name: t
-        for name, t in model.state_dict().items()
-        if not (model.config.tied and name == "head.weight")
-    }
+    model = fold_network(loaded.model) if is_quantized else loaded.model
+    weights = collect_weights(model)
     folder.mkdir(parents=True, exist_ok=True)
     files.write_tensors(
         folder / "model.safetensors", quantize(weights) if is_quantized else weights
     )
-    files.write_json(
-        folder / "config.json",
-        build_config_json(model.config, loaded.method, loaded.step, loaded.rows),
-    )
+    files.write_json(folder / "config.json", loaded.describe(model).model_dump())
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)
     checksums = {
@@ -242,22 +374,11 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
     return folder
 
 
-def build_config_json(config: ModelConfig, method: str, step: int, rows: str) -> dict[str, Any]:
-    """Return the content of config.json."""
-    return {
-        "format": MODEL_FORMAT,
-        "method": method,
-        "step": step,
-        "rows": rows,
-        "model": config.model_dump(),
-    }
-
-
-def restore_tied_head(weights: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
-    """Add the head of a tied model, which is stored once, as the embedding."""
-    if model.config.tied:
-        weights = {**weights, "head.weight": weights["embed.weight"]}
-    return weights
+def collect_weights(model: FeatureModel) -> dict[str, Tensor]:
+    """Return the weights that are stored of a network: tied ones once."""
+    assert isinstance(model, nn.Module)
+    tied = find_tied(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def compute_checksums(folder: Path) -> dict[str, str]:

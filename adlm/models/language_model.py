@@ -123,6 +123,8 @@ Valid = (
 class LanguageModel(nn.Module):
     """MDLM, ADLM, AR or A2R; objectives and samplers apply the linear heads where they need them."""
 
+    config_class = ModelConfig
+
     def __init__(self, config: ModelConfig, *, seed: int | None = 0) -> None:
         """Build a model; without a seed its parameters have shapes and no memory."""
         super().__init__()
@@ -141,11 +143,22 @@ class LanguageModel(nn.Module):
             )
             self.denoiser = Stack(config, config.denoiser_layers, config.project_after)
             self.head = nn.Linear(dim, vocab, bias=not config.tied)
+        if config.tied:
+            self.head.weight = self.embed.weight
         if seed is not None:
             self.to_empty(device="cpu")
-            if config.tied:
+            if config.tied:  # which that undid
                 self.head.weight = self.embed.weight
             initialize(self, torch.Generator().manual_seed(seed))
+
+    @classmethod
+    def build(cls, config: ModelConfig, seed: int | None) -> LanguageModel:
+        """Build a model; without a seed its parameters have shapes and no memory."""
+        return cls(config, seed=seed)
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers of both stages, which are compiled, sharded and checkpointed one by one."""
+        return [module for module in self.modules() if isinstance(module, Layer)]
 
     def forward(
         self,

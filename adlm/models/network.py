@@ -5,47 +5,116 @@ which returns `Features`. What is optional has a default here:
 
 | attribute | default |
 |---|---|
+| `config_class` of the class | `NetworkConfig`: makes the config of what config.json says |
+| `build(config, seed)` of the class | `cls(config)` under torch's seed; without a seed, shapes without memory |
 | `anchor_head` | None: one stage |
 | `shift` | 0; 1 predicts token i + 1 at position i (`compute_features` reads it) |
 | `fold()` | a copy in inference form; by default a plain copy |
 | `layers()` | the modules that are compiled, sharded and checkpointed one by one; by default none |
 | `new_cache(batch, length)` | the cache of a causal network, which `forward(..., cache=)` then takes |
 | `costs()` | a `Costs`, for estimates of memory and of FLOPs |
-| `config_dict()` | the settings in config.json, from which `config_class` makes the config again |
+| `config_dict()` | the settings in config.json: by default those of `config` |
+
+A model folder names its network. `NETWORKS` has those that are built in; another one comes from the caller, because a
+model folder never causes an import.
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, TypeVar, cast
+from dataclasses import asdict, is_dataclass
+from typing import Any, Protocol, TypeVar, cast
 
+import torch
 from torch import nn
 
 from adlm.diffusion.features import FeatureModel
+from adlm.models.language_model import LanguageModel
+from adlm.registry import Registry
+from adlm.settings import Settings
 
 Model = TypeVar("Model", bound=FeatureModel)
+TRANSFORMER = "transformer"  # the network of folders that name none
 
 
-@dataclass(frozen=True)
-class NetworkConfig:
+class NetworkConfig(Settings):
     """What every network's config has; derive the config of your own from it."""
 
-    vocab_size: int  # with the mask
+    vocab_size: int
+    """Tokens of the vocabulary, with the mask."""
     mask_id: int | None
-    length: int  # the most tokens of a row
+    """The mask token; a causal network needs none."""
+    length: int
+    """The most tokens of a row."""
     is_causal: bool = False
-    time_conditioning: bool = False  # it reads the noise level
+    """Position i sees no position after it, and predicts token i + 1."""
+    time_conditioning: bool = False
+    """The network reads the noise level."""
+
+
+class NetworkClass(Protocol):
+    """A class of networks, or any function that makes one of its config."""
+
+    def __call__(self, config: Any) -> FeatureModel: ...
+
+
+GivenNetwork = NetworkClass | nn.Module | str  # a class, a network, or `module:object` of one
+NETWORKS: Registry[NetworkClass] = Registry("network", {TRANSFORMER: LanguageModel})
+
+
+def choose_network(name: str, given: GivenNetwork | None = None) -> NetworkClass | nn.Module:
+    """Return the network that a model folder names: built in, or from the caller."""
+    if name in NETWORKS:
+        return NETWORKS[name]
+    if given is None:
+        known = ", ".join(NETWORKS)
+        raise ValueError(
+            f"the network {name!r:.80} is not built in (expected {known}), and a model folder "
+            "imports nothing: if you trust its code, give network=MODULE:OBJECT, "
+            "or --network MODULE:OBJECT on the command line"
+        )
+    return NETWORKS.resolve(given, allow_import=True) if isinstance(given, str) else given
+
+
+def name_network(network: NetworkClass | nn.Module | str) -> str:
+    """Return the name of a network in config.json."""
+    if isinstance(network, str):
+        return network
+    for name, known in NETWORKS.items():
+        if network is known or (isinstance(known, type) and isinstance(network, known)):
+            return name
+    kind: Any = type(network) if isinstance(network, nn.Module) else network
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def read_network_config(network: NetworkClass | nn.Module, settings: Mapping[str, Any]) -> Any:
+    """Make a network's config of the settings in config.json."""
+    kind: Any = getattr(network, "config_class", NetworkConfig)
+    if isinstance(kind, type) and issubclass(kind, Settings):
+        return kind.parse("json", **settings)
+    return kind(**settings)
+
+
+def build_network(network: NetworkClass | nn.Module, config: Any, seed: int | None) -> FeatureModel:
+    """Build a network with weights that follow from the seed; without one they are to be loaded."""
+    if isinstance(network, nn.Module):
+        return cast(FeatureModel, network)
+    build: Callable[[Any, int | None], FeatureModel] | None = getattr(network, "build", None)
+    if build is not None:
+        return build(config, seed)
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(seed or 0)
+        return network(config)
 
 
 def fold_network(model: Model) -> Model:
     """Return a copy in inference form, equal up to rounding; without `fold` a plain copy."""
-    assert isinstance(model, nn.Module)
     fold: Callable[[], Model] | None = getattr(model, "fold", None)
     if fold is not None:
         return fold()
-    folded = copy.deepcopy(model)
-    folded.requires_grad_(False).eval()
-    return cast(Model, folded)
+    folded = copy.deepcopy(model).eval()
+    for parameter in folded.parameters():
+        parameter.requires_grad_(False)
+    return folded
 
 
 def list_layers(model: FeatureModel) -> Sequence[nn.Module]:
@@ -64,3 +133,27 @@ def read_config(model: FeatureModel) -> dict[str, Any]:
         return asdict(config)
     settings: dict[str, Any] = config.model_dump()
     return settings
+
+
+def find_tied(model: FeatureModel) -> dict[str, str]:
+    """Return the names of parameters that are others under a second name, which are stored once."""
+    assert isinstance(model, nn.Module)
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kept = first.setdefault(id(parameter), name)
+        if kept != name:
+            tied[name] = kept
+    return tied
+
+
+def allocate_parameters(model: FeatureModel) -> None:
+    """Give a network without memory its parameters, not initialized; tied ones stay tied."""
+    assert isinstance(model, nn.Module)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    tied = find_tied(model)
+    model.to_empty(device="cpu")
+    for name, kept in tied.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, model.get_parameter(kept))

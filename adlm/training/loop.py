@@ -230,10 +230,8 @@ def run_training(
             save_config(config, folder / "config.yaml")
         writer = run_state.CheckpointWriter(
             folder / "checkpoints",
-            shape,
-            str(config.method),
+            task.describe(model),
             task.tokenizer,
-            rows=task.rows,
             keep=config.checkpoint.keep,
             background=config.checkpoint.background,
             group=context.checkpoint_group,
@@ -264,7 +262,7 @@ def run_training(
 
             def write() -> str:
                 averaged = LanguageModel(shape)
-                averaged.load_state_dict(model_folder.restore_tied_head(gathered, averaged))
+                model_folder.load_weights(averaged, gathered)
                 text, path = (
                     task.sample(averaged.to(device)),
                     folder / "samples" / f"step-{step:08d}.txt",

@@ -31,14 +31,12 @@ from adlm.models.folder import (
     BEST,
     COPY_AGAIN,
     LATEST,
-    WRAPPED,
-    build_config_json,
+    ModelFile,
     compute_checksums,
     find_damage,
     list_checkpoints,
-    read_config_json,
+    read_model_file,
 )
-from adlm.models.language_model import ModelConfig
 from adlm.settings import Settings
 
 RUN_FORMAT = 2  # of state.json and training/
@@ -110,10 +108,8 @@ class CheckpointWriter:
     """Writes snapshots, by default in a background thread, whose errors the next call raises."""
 
     folder: Path
-    config: ModelConfig
-    method: str
+    file: ModelFile  # the content of config.json, but for the step
     tokenizer: Tokenizer | None
-    rows: str = WRAPPED
     keep: int = 2
     background: bool = True
     group: dist.ProcessGroup | None = None
@@ -167,7 +163,7 @@ class CheckpointWriter:
         files.write_tensors(partial / "model.safetensors", snapshot.weights)
         files.write_json(
             partial / "config.json",
-            build_config_json(self.config, self.method, snapshot.step, self.rows),
+            self.file.model_copy(update={"step": snapshot.step}).model_dump(),
         )
         files.write_json(partial / "state.json", {**snapshot.state, "format": RUN_FORMAT})
         if self.tokenizer is not None:
@@ -234,7 +230,7 @@ def restore_links(folder: Path) -> None:
     """Turn `latest` and `best` into links again where copying the run made them folders."""
     for path in (folder / LATEST, folder / BEST):
         if path.is_dir() and not path.is_symlink():
-            named = folder / name_checkpoint(read_config_json(path)[0]["step"])
+            named = folder / name_checkpoint(read_model_file(path).step)
             if named.exists() and not find_damage(named):
                 files.remove_folder(path)
             else:

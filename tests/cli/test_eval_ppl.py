@@ -17,7 +17,7 @@ from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.provenance import hash_weights
 from adlm.files import write_json
 from adlm.likelihood import estimate_order_nll
-from adlm.models.folder import build_config_json
+from adlm.models.folder import LoadedModel
 from adlm.models.language_model import LanguageModel
 from tests.cli.eval_answers import documents, evaluate, narrow_table
 from tests.cli.terminal import assert_error, invoke, process, trained
@@ -181,7 +181,8 @@ def write_model(
     save_file(
         {k: v for k, v in model.state_dict().items() if k not in tied}, folder / "model.safetensors"
     )
-    write_json(folder / "config.json", build_config_json(model.config, method, 0, rows))
+    file = LoadedModel(model, tokenizer, method, 0, rows).describe(model)
+    write_json(folder / "config.json", file.model_dump())
 
 
 def test_warnings(tmp_path: Path) -> None:
