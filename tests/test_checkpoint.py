@@ -64,7 +64,10 @@ def tiny() -> LanguageModel:
 
 
 def writer(folder: Path, **options: Any) -> CheckpointWriter:
-    return CheckpointWriter(folder, tiny().config, "adlm", open_data(data()).tokenizer, **options)
+    tokenizer = open_data(data()).tokenizer
+    model = tiny()
+    described = folder_module.LoadedModel(model, tokenizer, "adlm", 0).describe(model)
+    return CheckpointWriter(folder, described, tokenizer, **options)
 
 
 def snapshot(step: int, *, is_best: bool = False) -> Snapshot:
@@ -356,7 +359,7 @@ def test_sizes_are_checked_before_anything_is_built(
 ) -> None:
     change_config(model_folder, model={key: value})
     with pytest.raises(
-        ValueError, match=rf"config\.json: model config: {key} must be .*, got .*copy or download"
+        ValueError, match=rf"config\.json: {key}=.*: expected .*copy or download"
     ):
         load_model(model_folder)
 
@@ -390,10 +393,12 @@ def test_the_config_is_compared_with_the_header_of_the_weights(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "1"}, "format '1', which is not valid"),
-        ({"step": -1}, "step -1"),
-        ({"rows": ["wrapped"]}, r"rows \[\'wrapped\'\]"),
-        ({"method": None}, "method None"),
+        ({"format": "1"}, "format='1': expected a whole number"),
+        ({"step": -1}, "step=-1: expected"),
+        ({"rows": ["wrapped"]}, r"rows=\[\'wrapped\'\]: expected"),
+        ({"rows": "loose"}, "rows='loose': expected"),
+        ({"method": None}, "method=None: expected a text"),
+        ({"method": "bert"}, "'bert'"),
     ],
 )
 def test_the_rest_of_the_config_is_checked(

@@ -134,7 +134,7 @@ def models(name: ShownModel = None, is_json: options.Json = False) -> None:
 def describe_model(name: str) -> dict[str, Any]:
     """Return method, sizes and model card of a model, without loading its weights."""
     from adlm.convert import is_lineage
-    from adlm.models.folder import count_stored_parameters, read_model_file
+    from adlm.models.folder import count_stored_parameters, read_config_json
     from adlm.text.lm import find_model
 
     folder = find_model(name)
@@ -142,7 +142,7 @@ def describe_model(name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} is a checkpoint of other code: `adlm convert {shlex.quote(name)} --out DIR` shows it"
         )
-    file = read_model_file(folder)
+    file = read_config_json(folder)
     parameters = count_stored_parameters(folder)
     card = folder / "README.md"
     text = card.read_text("utf-8", "replace")[:MAX_CARD] if card.is_file() else ""

@@ -84,6 +84,18 @@ def _shift_right(features: Tensor) -> Tensor:
     return torch.cat([features[:, :1], features[:, :-1]], dim=1)
 
 
+def compute_anchor_features(
+    model: FeatureModel, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Any = None
+) -> Tensor:
+    """Run the anchor network of a model with two stages, alone where the model can (`anchor_features`)."""
+    run: Callable[..., Tensor] | None = getattr(model, "anchor_features", None)
+    if run is not None:
+        return run(tokens, noise_level, valid=valid)
+    anchor = compute_features(model, tokens, noise_level, valid=valid).anchor
+    assert anchor is not None, "a network with an anchor_head has anchor features"
+    return anchor
+
+
 def compute_logits(model: FeatureModel, features: Tensor) -> Tensor:
     """Return logits (…, V) in which the mask, which is no token of a text, is impossible."""
     logits = model.head(features)

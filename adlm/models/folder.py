@@ -56,7 +56,7 @@ INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
 
 
-class ModelFile(Settings):
+class ModelDescription(Settings):
     """What config.json says of a model; other programs may write more."""
 
     format: Annotated[int, Field(ge=0, le=MODEL_FORMAT)]
@@ -108,9 +108,9 @@ class LoadedModel:
         process = ForwardProcess(self.model.config.mask_id, attend_padding=self.attend_padding)
         return choose_objective(name, process)
 
-    def describe(self, model: FeatureModel) -> ModelFile:
+    def describe(self, model: FeatureModel) -> ModelDescription:
         """Return the content of config.json for this model, or another form of it."""
-        return ModelFile(
+        return ModelDescription(
             format=MODEL_FORMAT,
             method=self.method,
             step=self.step,
@@ -165,7 +165,7 @@ def load_model(
     A network or an objective that is not built in is given by the caller: nothing in the folder is imported.
     """
     folder = find_model_folder(path)
-    file = read_model_file(folder)
+    file = read_config_json(folder)
     try:
         kind = choose_network(file.network, network)
         own_objective = None
@@ -196,21 +196,23 @@ def load_model(
     )
 
 
-def read_model_file(folder: Path) -> ModelFile:
+def read_config_json(folder: Path) -> ModelDescription:
     """Read and check a model's config.json."""
     path = folder / "config.json"
     remedy = f"{COPY_AGAIN}, or update adlm"
     content = read_object(path, {}, remedy)
-    known = {key: content[key] for key in ModelFile.model_fields if content.get(key) is not None}
+    known = {
+        key: content[key] for key in ModelDescription.model_fields if content.get(key) is not None
+    }
     try:
-        file = ModelFile.parse("json", **known)
+        file = ModelDescription.parse("json", **known)
         _ = file.objective_name  # of a method that exists
     except ValueError as error:
         raise ValueError(f"{path}: {error}: {remedy}") from error
     return file
 
 
-def read_shape(folder: Path, file: ModelFile, network: NetworkClass | nn.Module) -> Any:
+def read_shape(folder: Path, file: ModelDescription, network: NetworkClass | nn.Module) -> Any:
     """Return the config of the network that a folder describes."""
     try:
         return read_network_config(network, file.model)

@@ -22,8 +22,13 @@ from adlm.devices import pick_device
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
-from adlm.diffusion.masking import ForwardProcess
-from adlm.diffusion.objectives import OBJECTIVES
+from adlm.diffusion.features import (
+    FeatureModel,
+    compute_anchor_features,
+    compute_features,
+    find_anchor_head,
+)
+from adlm.diffusion.objectives import GivenObjective
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.diffusion.samplers import choose_sampler, refuse_samplers
@@ -31,7 +36,7 @@ from adlm.errors import suggest_names
 from adlm.generate import Predictor, compile_for_sampling, stream_tokens
 from adlm.likelihood import TokenNats, estimate_token_nats
 from adlm.models import folder as model_folder
-from adlm.models.methods import METHODS
+from adlm.models.network import GivenNetwork
 from adlm.settings import (
     DEFAULT_SAMPLER,
     INFILL_SAMPLER,
@@ -212,11 +217,8 @@ class LMEngine:
             loaded.tokenizer,
             loaded.model.config,
         )
-        method, largest, problem = (
-            METHODS.resolve(loaded.method),
-            self.tokenizer.max_id,
-            "",
-        )
+        self.objective = loaded.objective
+        largest, problem = self.tokenizer.max_id, ""
         if config.is_causal and self.tokenizer.bos_id is None:
             problem = (
                 "its tokenizer has no BOS token, which a causal model reads first: name bos_token, "
@@ -225,13 +227,12 @@ class LMEngine:
         elif not config.is_causal and config.mask_id != self.tokenizer.mask_id:
             problem = f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
             problem += "the tokenizer.json that the model was trained with"
-        elif method.is_causal != config.is_causal or largest >= config.vocab_size:
+        elif self.objective.is_causal != config.is_causal or largest >= config.vocab_size:
             problem = f"its files do not belong together (method {loaded.method!r}, is_causal {config.is_causal}; "
             problem += f"tokens up to {largest}, the model {config.vocab_size}): copy or download them again"
         if problem:
             raise ValueError(f"{name}: {problem}")
         self.loaded, self.method, self.step, self.name = loaded, loaded.method, loaded.step, name
-        self.objective = OBJECTIVES[method.objective](ForwardProcess(config.mask_id))
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
         self.row_format = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
@@ -363,7 +364,7 @@ class LMEngine:
         seconds: float = 0.0,
     ) -> Trajectory:
         """Collect the frames of a request's first text."""
-        guesser = "anchor network" if self.model.anchor is not None else "network"
+        guesser = "anchor network" if find_anchor_head(self.model) else "network"
         title = title or f"{self.name} · {request.description['sampler']}"
         return Trajectory(title, tuple(frames), seconds, request.description, guesser)
 
@@ -377,9 +378,7 @@ class LM(LMEngine):
     """
 
     def __repr__(self) -> str:
-        from adlm.models.costs import count_parameters
-
-        size = count_parameters(self.model.config)
+        size = sum(parameter.numel() for parameter in self.model.parameters())
         return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
     def generate(
@@ -523,15 +522,18 @@ def predict_guesses(
     """Predict the likeliest tokens of a frame with the anchor network (one stage: the network), not counted as NFE."""
     if count == 0:
         return None
-    model, tokens = predictor.model, frame.tokens
+    model: FeatureModel = predictor.model
+    tokens = frame.tokens
     lengths = torch.tensor([len(layout) for layout in layouts])
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
     level = mean_noise_level(frame.is_masked.sum(-1) / lengths).to(tokens.device)
     padding = None if bool(valid.all()) else valid.to(tokens.device)
-    if model.anchor_head is None:
-        features, head = model(tokens, level, valid=padding).final, model.head
+    head = find_anchor_head(model)
+    if head is None:
+        head = model.head
+        features = compute_features(model, tokens, level, valid=padding).final
     else:
-        features, head = model.anchor_features(tokens, level, valid=padding), model.anchor_head
+        features = compute_anchor_features(model, tokens, level, valid=padding)
     special = classify_tokens(layouts[0].tokenizer).special
     special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(
         tokens.device
@@ -551,14 +553,21 @@ def load(
     device: str = "auto",
     deterministic: bool = False,
     verify: bool | None = None,
+    network: GivenNetwork | None = None,
+    objective: GivenObjective | None = None,
 ) -> LM:
     """Load a trained model: a bundled one by name, a run or checkpoint folder, or a checkpoint of the lineage by path
-    or OWNER/NAME on the Hub (docs/convert.md). On a GPU a seed gives one text only if `deterministic`: every evaluation
-    then has the same number of rows."""
+    or OWNER/NAME on the Hub (docs/convert.md).
+
+    On a GPU a seed gives one text only if `deterministic`: every evaluation then has the same number of rows. A folder
+    may name a network or an objective that is not built in. Nothing in it is imported: `network` and `objective` are
+    then the class, the object, or `module:object`.
+    """
     path = find_model(model)
-    loaded = (
-        load_lineage(path)[0] if is_lineage(path) else model_folder.load_model(path, verify=verify)
-    )
+    if is_lineage(path):
+        loaded = load_lineage(path)[0]
+    else:
+        loaded = model_folder.load_model(path, verify=verify, network=network, objective=objective)
     return LM(loaded, str(model), device=device, deterministic=deterministic)
 
 

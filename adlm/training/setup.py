@@ -37,7 +37,7 @@ from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models import folder as model_folder
 from adlm.models.costs import estimate_memory
-from adlm.models.folder import MODEL_FORMAT, ModelFile
+from adlm.models.folder import MODEL_FORMAT, ModelDescription
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.models.methods import METHODS, build_config
 from adlm.models.network import read_config
@@ -79,10 +79,10 @@ class TrainingTask:
     best_metric: str = "val/nll"  # the lowest value is the best checkpoint
     row_tokens: float | None = None  # of a row on average, without padding; null: its length
 
-    def describe(self, model: LanguageModel) -> ModelFile:
+    def describe(self, model: LanguageModel) -> ModelDescription:
         """Return the content of the config.json of a model that is trained on this task."""
         process = getattr(self.objective, "process", None)
-        return ModelFile(
+        return ModelDescription(
             format=MODEL_FORMAT,
             method=str(self.config.method),
             step=0,
@@ -260,8 +260,8 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
         return None
     resumed = find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
-        file = model_folder.read_model_file(resumed)
-        init = InitModel(file.method, ModelConfig(**file.model))
+        file = model_folder.read_config_json(resumed)
+        init = InitModel(file.method, ModelConfig.parse("json", **file.model))
     else:
         is_bundled = config.init in MODELS  # ./NAME is a folder of that name
         folder = model_folder.find_model_folder(

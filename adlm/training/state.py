@@ -31,11 +31,11 @@ from adlm.models.folder import (
     BEST,
     COPY_AGAIN,
     LATEST,
-    ModelFile,
+    ModelDescription,
     compute_checksums,
     find_damage,
     list_checkpoints,
-    read_model_file,
+    read_config_json,
 )
 from adlm.settings import Settings
 
@@ -108,7 +108,7 @@ class CheckpointWriter:
     """Writes snapshots, by default in a background thread, whose errors the next call raises."""
 
     folder: Path
-    file: ModelFile  # the content of config.json, but for the step
+    file: ModelDescription  # the content of config.json, but for the step
     tokenizer: Tokenizer | None
     keep: int = 2
     background: bool = True
@@ -230,7 +230,7 @@ def restore_links(folder: Path) -> None:
     """Turn `latest` and `best` into links again where copying the run made them folders."""
     for path in (folder / LATEST, folder / BEST):
         if path.is_dir() and not path.is_symlink():
-            named = folder / name_checkpoint(read_model_file(path).step)
+            named = folder / name_checkpoint(read_config_json(path).step)
             if named.exists() and not find_damage(named):
                 files.remove_folder(path)
             else:

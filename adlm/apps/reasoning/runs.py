@@ -157,8 +157,8 @@ def open_task_and_init(config: ReasoningConfig) -> tuple[Task, setup.InitModel |
         ), None
     resumed = setup.find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
-        file = model_folder.read_model_file(resumed)
-        init = setup.InitModel(file.method, ModelConfig(**file.model))
+        file = model_folder.read_config_json(resumed)
+        init = setup.InitModel(file.method, ModelConfig.parse("json", **file.model))
         return open_task(config.reasoning, Tokenizer.load(resumed)), init
     path = find_bundled_model(config.init) if config.init in MODELS else Path(config.init)
     settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
