@@ -358,9 +358,7 @@ def test_sizes_are_checked_before_anything_is_built(
     model_folder: Path, key: str, value: object
 ) -> None:
     change_config(model_folder, model={key: value})
-    with pytest.raises(
-        ValueError, match=rf"config\.json: {key}=.*: expected .*copy or download"
-    ):
+    with pytest.raises(ValueError, match=rf"config\.json: {key}=.*: expected .*copy or download"):
         load_model(model_folder)
 
 

@@ -165,16 +165,18 @@ def load_model(
     A network or an objective that is not built in is given by the caller: nothing in the folder is imported.
     """
     folder = find_model_folder(path)
-    file = read_config_json(folder)
+    described = read_config_json(folder)
     try:
-        kind = choose_network(file.network, network)
+        kind = choose_network(described.network, network)
         own_objective = None
-        if file.objective_name not in OBJECTIVES:
-            process = ForwardProcess(file.model.get("mask_id"), attend_padding=file.attend_padding)
-            own_objective = choose_objective(file.objective_name, process, objective)
+        if described.objective_name not in OBJECTIVES:
+            process = ForwardProcess(
+                described.model.get("mask_id"), attend_padding=described.attend_padding
+            )
+            own_objective = choose_objective(described.objective_name, process, objective)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    model = build_network(kind, read_shape(folder, file, kind), seed=None)
+    model = build_network(kind, read_shape(folder, described, kind), seed=None)
     check_stored_tensors(folder, model)  # before memory is taken and a large file is read
     is_verified = (folder / "checksums.json").is_file() if verify is None else verify
     if is_verified and (problem := find_damage(folder, is_loaded=True)):
@@ -185,14 +187,14 @@ def load_model(
     return LoadedModel(
         model.eval(),
         Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None,
-        file.method,
-        file.step,
-        file.rows,
-        network=file.network,
-        objective_name=file.objective_name,
+        described.method,
+        described.step,
+        described.rows,
+        network=described.network,
+        objective_name=described.objective_name,
         own_objective=own_objective,
-        attend_padding=file.attend_padding,
-        schedule=file.schedule,
+        attend_padding=described.attend_padding,
+        schedule=described.schedule,
     )
 
 
@@ -205,17 +207,19 @@ def read_config_json(folder: Path) -> ModelDescription:
         key: content[key] for key in ModelDescription.model_fields if content.get(key) is not None
     }
     try:
-        file = ModelDescription.parse("json", **known)
-        _ = file.objective_name  # of a method that exists
+        described = ModelDescription.parse("json", **known)
+        if described.network == TRANSFORMER:
+            METHODS.resolve(described.method)
+        _ = described.objective_name
     except ValueError as error:
         raise ValueError(f"{path}: {error}: {remedy}") from error
-    return file
+    return described
 
 
-def read_shape(folder: Path, file: ModelDescription, network: NetworkClass | nn.Module) -> Any:
+def read_shape(folder: Path, described: ModelDescription, network: NetworkClass | nn.Module) -> Any:
     """Return the config of the network that a folder describes."""
     try:
-        return read_network_config(network, file.model)
+        return read_network_config(network, described.model)
     except (ValueError, TypeError) as error:  # TypeError: this version has no such setting
         path = folder / "config.json"
         raise ValueError(f"{path}: {error}: {COPY_AGAIN}, or update adlm") from error

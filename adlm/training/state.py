@@ -108,7 +108,7 @@ class CheckpointWriter:
     """Writes snapshots, by default in a background thread, whose errors the next call raises."""
 
     folder: Path
-    file: ModelDescription  # the content of config.json, but for the step
+    description: ModelDescription  # the content of config.json, but for the step
     tokenizer: Tokenizer | None
     keep: int = 2
     background: bool = True
@@ -163,7 +163,7 @@ class CheckpointWriter:
         files.write_tensors(partial / "model.safetensors", snapshot.weights)
         files.write_json(
             partial / "config.json",
-            self.file.model_copy(update={"step": snapshot.step}).model_dump(),
+            self.description.model_copy(update={"step": snapshot.step}).model_dump(),
         )
         files.write_json(partial / "state.json", {**snapshot.state, "format": RUN_FORMAT})
         if self.tokenizer is not None:
