@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from adlm import files
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.files import read_json
 from adlm.models.folder import DOCUMENTS, WRAPPED, LoadedModel
@@ -425,11 +426,10 @@ def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        torch.save(
-            content | {"pytorch-lightning_version": "2.2.1"}, path
-        )  # the lineage's; Lightning migrates it
+        with files.partial_file(path) as part:
+            # The lineage's version; Lightning migrates it.
+            torch.save(content | {"pytorch-lightning_version": "2.2.1"}, part)
     except (RuntimeError, OSError) as error:  # RuntimeError: torch's for a full disk
-        path.unlink(missing_ok=True)
         raise OSError(
             f"{path} could not be written ({error}): make room, then run the same command"
         ) from error

@@ -92,12 +92,22 @@ def matches_form(value: Any, form: Any) -> bool:
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a whole file, and wait for the disk."""
-    part = path.with_name(path.name + PART)
-    with part.open("wb") as file:
+    with partial_file(path) as part, part.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[Path]:
+    """Context manager: the file to write in place of `path`, which it becomes when it is complete;
+    an error deletes it."""
+    part = path.with_name(path.name + PART)
+    try:
+        yield part
+        sync_path(part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     sync_path(path.parent)
 
 
@@ -113,8 +123,9 @@ def write_tensors(
     from safetensors.torch import save_file  # here: it imports torch
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata=metadata)
-    path.chmod(0o644)  # safetensors writes files that only their owner can read
+    with partial_file(path) as part:
+        save_file(contiguous, part, metadata=metadata)
+        part.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def append_durably(path: Path, content: bytes) -> None:

@@ -1,7 +1,6 @@
 """`adlm demo`: the bundled model infills and generates, and is fine-tuned next to a training from scratch."""
 
 import shlex
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.output import check_output_folder, draw_curve, json_stdout, make_folder, print_json
+from adlm.files import remove_folder, write_atomically
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def demo(
             f"--out {out} has runs of an earlier demo: give a new folder, or --overwrite"
         )
     for folder in earlier:
-        shutil.rmtree(folder)
+        remove_folder(folder)
     with json_stdout(is_json):
         result = run_demo(steps=steps, seed=seed, out=out)
     if is_json:
@@ -144,7 +144,7 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
     from adlm.training.loop import train
 
     novel, fine_tune_steps = out / "novel.txt", max(1, steps // FINE_TUNE_SHARE)
-    novel.write_text(load_excerpt(), "utf-8")
+    write_atomically(novel, load_excerpt().encode("utf-8"))
     console.print(
         f"\n[bold]3 · Train.[/] On the opening of a Dickens novel: a tiny model from scratch, {steps} steps, then "
         f"{DEFAULT}, fine-tuned for {fine_tune_steps}. A twentieth of the text is held out."

@@ -14,7 +14,13 @@ from tokenizers import AddedToken, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.files import create_partial_folder, publish_folder, write_json, write_tensors
+from adlm.files import (
+    create_partial_folder,
+    publish_folder,
+    write_atomically,
+    write_json,
+    write_tensors,
+)
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
 from adlm.models.folder import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel
@@ -61,7 +67,7 @@ def export(
     card = write_card(lm, dtype)
     if report is not None:
         card = add_report(card, Path(lm.name).name, Path(report), folder)
-    (folder / "README.md").write_text(card, "utf-8")
+    write_atomically(folder / "README.md", card.encode("utf-8"))
     if not lm.model.config.is_causal:
         write_diffusers_files(lm, folder)
     publish_folder(folder, final)
@@ -171,7 +177,7 @@ def write_code(folder: Path, module: str) -> None:
     """Write the code files of a module and of all that it imports from this package."""
     folder.mkdir(exist_ok=True)
     for name, source in collect_code(module).items():
-        (folder / f"{name}.py").write_text(source, "utf-8")
+        write_atomically(folder / f"{name}.py", source.encode("utf-8"))
 
 
 def collect_code(module: str) -> dict[str, str]:

@@ -31,7 +31,7 @@ from adlm.evaluate.cache import (
 )
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table
-from adlm.files import hash_file
+from adlm.files import hash_file, write_atomically
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
@@ -461,7 +461,7 @@ def write_standard_library(path: Path) -> list[dict[str, Any]]:
             json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n"
             for name, text in part.items()
         ]
-        file.write_bytes("".join(lines).encode("utf-8"))
+        write_atomically(file, "".join(lines).encode("utf-8"))
         about = {
             "file": file.name,
             "files": len(part),

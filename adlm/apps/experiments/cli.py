@@ -9,6 +9,7 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.output import Commands, print_json, print_result, status_console
+from adlm.files import write_atomically
 
 app = typer.Typer(cls=Commands, add_completion=False, rich_markup_mode="markdown")
 
@@ -75,7 +76,8 @@ def experiment(
         loaded, path, runs or Path("runs", file.stem), minutes, log
     )
     result = module.build_report(results)
-    path.with_suffix(".md").write_text(f"# {loaded.question}\n\n{result}\n", "utf-8")
+    page = f"# {loaded.question}\n\n{result}\n"
+    write_atomically(path.with_suffix(".md"), page.encode("utf-8"))
     if find_spec("matplotlib") is None:
         result.figures.clear()
     print_result(result, is_json=is_json, out=path.parent)

@@ -12,7 +12,7 @@ from adlm.apps.reasoning.arms import ARMS
 from adlm.apps.reasoning.tasks import GENERATORS
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table
 from adlm.evaluate.stats import NORMAL_975
-from adlm.files import read_object
+from adlm.files import read_object, write_atomically
 from adlm.training.logging import read_metrics
 
 RESULT = "reasoning.json"  # in a run's folder
@@ -241,7 +241,7 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
     if out is not None:
         metrics["files"] = ["reasoning_table.md"]
         out.mkdir(parents=True, exist_ok=True)
-        (out / "reasoning_table.md").write_text(f"{report}\n", "utf-8")
+        write_atomically(out / "reasoning_table.md", f"{report}\n".encode())
     return report
 
 
