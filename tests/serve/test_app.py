@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,6 +301,18 @@ def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
     for body in ([], "x", 5):
         message = client.post("/v1/completions", json=body).json()["error"]["message"]
         assert message.startswith(f"body={body!r}: expected names with values")
+
+
+def test_a_request_never_imports_a_sampler(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text("open('evil.txt', 'w')", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for path, body in (("completions", {"prompt": "a"}), ("infill", {"template": "a ___"})):
+        answer = client.post(f"/v1/{path}", json={**body, "sampler": "evil:run"})
+        assert answer.status_code == 400 and "'evil:run'" in answer.json()["error"]["message"]
+    assert not (tmp_path / "evil.txt").exists() and "evil" not in sys.modules
 
 
 def test_neutral_values_of_unsupported_fields_are_accepted(client: TestClient) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,34 @@ def test_a_sampler_may_be_built_already() -> None:
     assert built.texts == by_name.texts and built.settings == by_name.settings
     order = FRAMED.generate("a", length=20, sampler=build_sampler("first_hitting"))
     assert order.texts == FRAMED.generate("a", length=20, sampler="first_hitting").texts
+
+
+MINE = """
+from adlm.diffusion.plans import ancestral
+
+def halved(steps: int, *, sharpness: float = 1.0, is_compat: bool = False):
+    return ancestral(max(1, int(steps * sharpness)), compat=is_compat)
+"""
+
+
+def test_a_sampler_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options are checked by its parameters, as those of built-in samplers."""
+    (tmp_path / "my_samplers.py").write_text(MINE, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "my_samplers:halved"
+    own = FRAMED.generate("a", length=20, sampler=name, steps=8, options={"sharpness": 0.5})
+    assert own.texts == FRAMED.generate("a", length=20, sampler="ancestral", steps=4).texts
+    assert own.settings["sampler"] == name and own.settings["sharpness"] == 0.5
+    for options, part in (
+        ({"sharpnes": 1.0}, "sharpnes=1.0: unknown name; did you mean sharpness?"),
+        (
+            {"sharpness": "a"},
+            "sharpness='a': expected a number; leave it out for the default (1.0)",
+        ),
+        ({"is_compat": 1}, "is_compat=1: expected true or false"),
+    ):
+        settings: dict[str, Any] = {"sampler": name, "options": options}
+        assert_refused(partial(FRAMED.generate, "a", **settings), part)
 
 
 def test_a_text_ends_before_the_first_stop_text() -> None:
