@@ -7,15 +7,18 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from adlm.settings import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Content = TypeVar("Content", bound=Stored)
 
 MAX_JSON_BYTES = 2**26  # of a file that describes data, a model or a tokenizer
 PART = ".part"  # ends the name of a file that is being written
@@ -52,39 +55,15 @@ def read_json(path: Path, remedy: str = "the file is damaged") -> Any:
         raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
 
 
-def read_object(path: Path, form: dict[str, Any], remedy: str) -> dict[str, Any]:
-    """Read a JSON object whose values must have the form of their key (`matches_form`)."""
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON object; another value has no names."""
     content = read_json(path, remedy)
-    content = content if isinstance(content, dict) else {}
-    for key, expected in form.items():
-        if key not in content and not matches_form(None, expected):
-            raise ValueError(f"{path} has no {key}: {remedy}")
-        if not matches_form(content.get(key), expected):
-            raise ValueError(f"{path} has {key} {content[key]!r:.80}, which is not valid: {remedy}")
-    return content
+    return content if isinstance(content, dict) else {}
 
 
-def matches_form(value: Any, form: Any) -> bool:
-    """Return whether a JSON value has a form.
-
-    That is a value or a type; whole numbers of a range; a pattern of text; a tuple of alternative
-    forms; a list of the items' one form; an object with the form of some keys, or of all values
-    (the key "*").
-    """
-    if isinstance(form, tuple):
-        return any(matches_form(value, each) for each in form)
-    if isinstance(form, range):
-        return type(value) is int and value in form  # no bool
-    if isinstance(form, re.Pattern):
-        return isinstance(value, str) and form.fullmatch(value) is not None
-    if isinstance(form, list):
-        return isinstance(value, list) and all(matches_form(each, form[0]) for each in value)
-    if isinstance(form, dict):
-        if not isinstance(value, dict):
-            return False
-        named = dict.fromkeys(value, form["*"]) if "*" in form else form
-        return all(matches_form(value.get(key), each) for key, each in named.items())
-    return isinstance(value, form) if isinstance(form, type) else bool(value == form)
+def read_stored(path: Path, kind: type[Content], remedy: str) -> Content:
+    """Read a JSON file as the settings class of its content."""
+    return kind.read(read_json(path, remedy), str(path), remedy)
 
 
 # Writing.

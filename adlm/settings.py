@@ -143,6 +143,29 @@ class Settings(BaseModel):
         return {typed: value for typed, value in values.items() if value is not None}
 
 
+class Stored(Settings):
+    """The base of what a JSON file holds; names that are not fields are kept, and not checked."""
+
+    model_config = pydantic.ConfigDict(extra="allow", allow_inf_nan=True)
+
+    @classmethod
+    def read(cls, content: Any, place: str, remedy: str) -> Self:
+        """Check the content of a file; an error names the place, the value and the remedy."""
+        try:
+            return cls.model_validate(content if isinstance(content, dict) else {})
+        except pydantic.ValidationError as error:
+            problems = error.errors()
+        cause = explain(cls, problems, {}, "json")
+        missing = [
+            ".".join(map(str, each["loc"])) for each in problems if each["type"] == "missing"
+        ]
+        found = []
+        for key, value in cause.values.items():
+            found.append(f"no {key}" if key in missing else f"{key} {SHORT.repr(value)}")
+        expected = cause.problem.partition(";")[0]
+        raise ValueError(f"{place} has {' and '.join(found)}, {expected}: {remedy}")
+
+
 def to_python(value: Any) -> Any:
     """Return a scalar of numpy or torch as Python's number, and anything else as it is."""
     is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0

@@ -39,6 +39,7 @@ def time_bare_steps(
         model.compile_layers()
     x0 = opened.rows("train").fetch(range(config.batch))[0]
     gamma = torch.tensor(GAMMA, device=device)
+    assert opened.mask_id is not None
     next_batch = prefetch_batches(x0, device, 64 if is_cuda else 1, mask_id=opened.mask_id)
     step = build_step(
         model,

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adlm.data.prepare import count_cores, prepare
+from adlm.data.shards import Manifest
 from adlm.data.sources import load_excerpt, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from bench.setting import describe_machine, print_report
@@ -54,7 +55,7 @@ def main() -> None:
             out = Path(place) / f"out-{number}"
             our_runs.append(time_call(lambda out=out: ours(file, out, args)))  # type: ignore[misc]
             manifest = ours(file, out, args)  # finished already: read again
-            tokens = sum(split["tokens"] for split in manifest["splits"].values())
+            tokens = sum(split.tokens for split in manifest.splits.values())
 
     wall = {"bare": median(bare_runs, 0), "ours": median(our_runs, 0)}
     cpu = {"bare": median(bare_runs, 1), "ours": median(our_runs, 1)}
@@ -105,7 +106,7 @@ def bare(tokenizer: Tokenizer, documents: list[str]) -> object:
     return tokenizer.bpe.encode_batch_fast(documents, add_special_tokens=False)
 
 
-def ours(file: Path, out: Path, args: argparse.Namespace) -> dict:
+def ours(file: Path, out: Path, args: argparse.Namespace) -> Manifest:
     return prepare(file, out, tokenizer=args.tokenizer, length=args.length, workers=args.workers)
 
 

@@ -43,7 +43,7 @@ def main() -> None:
             data.vocab_size,
             on_rows=lambda done, total: on_progress("bigrams", done, total),
         )
-    size = data.manifest["splits"]["valid"]["bytes"]
+    size = data.manifest.splits["valid"].bytes
     held_out = data.rows("valid")
     baselines = {
         "bigram, BOS and EOS given": estimate_heldout_nll(bigram.nll, held_out, ends_free=True),

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal as format_bytes
@@ -22,6 +22,7 @@ from adlm.cli.output import (
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
+    from adlm.data.shards import Manifest
     from adlm.training.loop import Run
 
 SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
@@ -124,35 +125,31 @@ def prepare(
         console.print(f"{out}: all checksums are correct", markup=False)
     print_summary(console, manifest, out)
     if is_json:
-        counts = ("rows", "tokens", "documents", "bytes")
-        splits = {
-            name: {key: split[key] for key in counts} for name, split in manifest["splits"].items()
-        }
-        rest = {name: manifest[name] for name in ("tokenizer", "length", "rows", "settings_sha256")}
+        counts = {"rows", "tokens", "documents", "bytes"}
+        splits = {name: split.model_dump(include=counts) for name, split in manifest.splits.items()}
+        rest = manifest.model_dump(include={"tokenizer", "length", "rows", "settings_sha256"})
         print_json({"folder": out, "seconds": time.perf_counter() - began, "splits": splits} | rest)
 
 
-def print_summary(console: SafeConsole, manifest: dict[str, Any], out: Path) -> None:
+def print_summary(console: SafeConsole, manifest: "Manifest", out: Path) -> None:
     """Print a table of the splits, the tokenizer and the next command."""
     from adlm.evaluate.results import Column, Table
 
     counts = ("rows", "tokens", "documents")
     columns = [Column("split", is_text=True), *(Column(name) for name in (*counts, "text"))]
-    splits = manifest["splits"].items()
+    splits = manifest.splits.items()
     rows = [
-        [name, *(split[key] for key in counts), format_bytes(split["bytes"])]
+        [name, *(getattr(split, key) for key in counts), format_bytes(split.bytes)]
         for name, split in splits
     ]
     print_table(Table(columns, rows), console)
-    tokenizer, trained = manifest["tokenizer"], manifest["settings"]["tokenizer"].get("trained")
-    size = f"{tokenizer['vocab_size']:,}"
-    if trained is not None and trained > tokenizer["vocab_size"]:
+    tokenizer, trained = manifest.tokenizer, manifest.settings.tokenizer.get("trained")
+    size = f"{tokenizer.vocab_size:,}"
+    if trained is not None and trained > tokenizer.vocab_size:
         size += f" (of {trained:,} requested: the text has no more pairs to merge)"
-    described = (
-        f"tokenizer {tokenizer['name']}, vocabulary {size}, mask id {tokenizer['mask_id']:,}"
-    )
-    console.print(f"{described}, rows of {manifest['length']:,} tokens", markup=False)
-    if label := manifest["source"].get("stand_in"):
+    described = f"tokenizer {tokenizer.name}, vocabulary {size}, mask id {tokenizer.mask_id:,}"
+    console.print(f"{described}, rows of {manifest.length:,} tokens", markup=False)
+    if label := manifest.source.get("stand_in"):
         console.print(f"a stand-in for the dataset of that name: {label}", markup=False)
     console.print(
         f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN", markup=False

@@ -21,26 +21,57 @@ from adlm import files
 from adlm.data import shards
 from adlm.data.corpora import Corpus, find_corpus
 from adlm.data.packing import PackedRows, Packer, iterate_blocks
-from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows
+from adlm.data.shards import (
+    COUNTS,
+    FORMAT,
+    MANIFEST,
+    PROGRESS,
+    Count,
+    Manifest,
+    PreparationSettings,
+    Sha256,
+    ShardedRows,
+    ShardRecord,
+)
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, train_bpe
 from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
-from adlm.files import read_object
+from adlm.files import read_object, read_stored
+from adlm.settings import Stored
 
 TOKENIZER_BYTES = (
     100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
 )
 SHARD_TOKENS = 2**25
 ROW_LAYOUTS = ("wrapped", "documents")
-END = [shards.COUNT]  # form of a position in the source
-SPLIT_FORM = {"shards": [shards.SHARD_FORM], "end": END}
-PROGRESS_FORM = shards.STATE_FORM | {"splits": {"*": SPLIT_FORM}, "tokenizer": (None, dict)}
 TEMPORARY = (".part", ".ends", PROGRESS)  # what only an unfinished preparation needs
 HASHES = "hashes.json"  # of the source's files, by what `describe_version` returns
 FILE_NAMES = re.compile(
     r"((train|valid)-\d{5,}\.(bin|len|ends)|counts\.npy|tokenizer(_config)?\.json|(progress|manifest|hashes)\.json)"
     r"(\.part)?"
 )
+
+
+class SplitProgress(Stored):
+    """A split of an unfinished preparation."""
+
+    shards: list[ShardRecord]
+    """The complete shards."""
+    end: list[Count]
+    """The place in the source where the next one begins."""
+
+
+class Progress(Stored):
+    """The state of an unfinished preparation, progress.json."""
+
+    settings: PreparationSettings
+    """The settings of `adlm prepare`."""
+    settings_sha256: Sha256
+    """Their hash."""
+    splits: dict[str, SplitProgress]
+    """The splits by name."""
+    tokenizer: dict[str, Any] | None = None
+    """The tokenizer, once it is saved."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +104,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
     on_progress: Callable[[PrepareProgress], None] | None = None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Prepare the folder `out`, or resume or reuse it, and return its manifest (docs/prepare.md)."""
     corpus = find_corpus(source)
     defaults = corpus or Corpus()
@@ -161,7 +192,7 @@ def prepare(
 def read_hashes(path: Path) -> dict[str, str]:
     """Return the hashes of an earlier run; a missing or damaged file has none, and the source is hashed again."""
     with suppress(OSError, ValueError):
-        return read_object(path, {}, "")
+        return read_object(path, "")
     return {}
 
 
@@ -218,13 +249,14 @@ class Preparation:
         return ShardedRows(self.folder, self.length, self.dtype, self.is_padded, files)
 
 
-def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
+def begin_or_resume(job: Preparation) -> Manifest | None:
     """Return the manifest if the folder is finished; otherwise load the state to resume from, or a fresh one."""
     old = None
     if is_finished := (job.folder / MANIFEST).is_file():
-        old = shards.read_manifest(job.folder)
+        old = shards.read_manifest(job.folder).model_dump(exclude_unset=True)
     elif (job.folder / PROGRESS).is_file():
-        old = read_object(job.folder / PROGRESS, PROGRESS_FORM, shards.PREPARE_AGAIN)
+        progress = read_stored(job.folder / PROGRESS, Progress, shards.PREPARE_AGAIN)
+        old = progress.model_dump(exclude_unset=True)
     elif foreign := [path.name for path in list_files(job.folder) if path.suffix != ".part"]:
         raise ValueError(
             f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out"
@@ -265,7 +297,7 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
 
 def run_preparation(
     job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None
-) -> dict[str, Any]:
+) -> Manifest:
     """Do everything that is left to do and return the manifest."""
     tokenizer = save_tokenizer(job, sources["train"], tokenizer)
     try:
@@ -388,7 +420,7 @@ def cut_valid(job: Preparation, share: float) -> None:
                 files.cut_file(path, size)
 
 
-def write_manifest(job: Preparation) -> dict[str, Any]:
+def write_manifest(job: Preparation) -> Manifest:
     """Count the tokens, write the manifest and remove temporary files."""
     splits = {}
     for name, state in job.state["splits"].items():
@@ -432,7 +464,7 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
         job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8")
     )
     remove_files(job.folder, TEMPORARY)
-    return manifest
+    return shards.read_manifest(job.folder)
 
 
 def list_files(folder: Path) -> list[Path]:

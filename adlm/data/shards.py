@@ -1,51 +1,24 @@
 """The folder of prepared text (docs/prepare.md): rows in memory-mapped shards, and a manifest that describes them."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from adlm.data.packing import PackedRows
 from adlm.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer
-from adlm.files import hash_file, read_object, write_atomically
+from adlm.files import hash_file, read_stored, write_atomically
+from adlm.settings import Stored
 
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
-COUNT, SHA256 = range(2**62), re.compile("[0-9a-f]{64}")
-# Forms of the values (`matches_form`) in a shard's record, in a progress file and in a manifest.
-SHARD_FORM = {
-    "file": re.compile(r"[\w-]+-\d{5,}\.bin"),
-    "rows": COUNT[1:],
-    "bytes": COUNT[1:],
-    "sha256": SHA256,
-}
-SHARD_FORM["lengths_sha256"] = (None, SHA256)
-STATE_FORM = {
-    "settings": {"tokenizer": dict},
-    "settings_sha256": SHA256,
-    "splits": {"*": {"shards": [SHARD_FORM]}},
-}
-SPLIT_FORM = dict.fromkeys(("rows", "tokens", "documents", "bytes"), COUNT) | {
-    "shards": [SHARD_FORM]
-}
-MANIFEST_FORM = {
-    "format": FORMAT,
-    **STATE_FORM,
-    "tokenizer": {"sha256": SHA256},
-    "vocab_size": range(1, MAX_VOCAB_SIZE + 1),
-    "length": range(1, 2**31),
-    "rows": ("wrapped", "documents"),
-    "splits": {"*": SPLIT_FORM},
-    "counts_sha256": SHA256,
-    "source": dict,
-}
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
@@ -54,6 +27,92 @@ PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
 def choose_dtype(vocab_size: int) -> str:
     """Return the smallest type that holds every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+Positive = Annotated[int, Field(ge=1, lt=2**62)]
+
+
+class ShardRecord(Stored):
+    """A file of rows."""
+
+    file: Annotated[str, Field(pattern=r"^[\w-]+-\d{5,}\.bin$")]
+    """The file in the folder."""
+    rows: Positive
+    """Its rows."""
+    bytes: Positive
+    """Its size."""
+    sha256: Sha256
+    """Its checksum."""
+    lengths_sha256: Sha256 | None = None
+    """The checksum of the file of the rows' lengths; null: rows are full."""
+
+
+class SplitRecord(Stored):
+    """A split: what it holds, and its shards."""
+
+    rows: Count
+    """Its rows."""
+    tokens: Count
+    """Their tokens, without padding."""
+    documents: Count
+    """Its documents."""
+    bytes: Count
+    """The bytes of its text."""
+    shards: list[ShardRecord]
+    """Its files."""
+
+
+class PreparationSettings(Stored):
+    """The settings of a preparation."""
+
+    tokenizer: dict[str, Any]
+    """How the tokenizer was chosen."""
+
+
+class TokenizerRecord(Stored):
+    """A tokenizer in a manifest."""
+
+    name: str = ""
+    """Its name."""
+    sha256: Sha256
+    """The checksum of its tokenizer.json."""
+    vocab_size: int | None = None
+    """Its tokens, with the mask."""
+    mask_id: int | None = None
+    """Its mask."""
+
+
+class Manifest(Stored):
+    """The description of a finished folder, manifest.json."""
+
+    format: Literal[1]
+    """The format of the folder."""
+    settings: PreparationSettings
+    """The settings of `adlm prepare`."""
+    settings_sha256: Sha256
+    """Their hash, which identifies the data."""
+    tokenizer: TokenizerRecord
+    """The tokenizer."""
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
+    """Tokens of the vocabulary, with the mask."""
+    mask_id: int | None = None
+    """The mask."""
+    length: Annotated[int, Field(ge=1, lt=2**31)]
+    """Tokens of a row."""
+    dtype: str = ""
+    """The type of an id in the shards."""
+    rows: Literal["wrapped", "documents"]
+    """One stream cut into rows, or a document per row."""
+    splits: dict[str, SplitRecord]
+    """The splits by name."""
+    valid_from: str = ""
+    """Where the valid split comes from."""
+    source: dict[str, Any]
+    """What the text was read from."""
+    counts_sha256: Sha256
+    """The checksum of the counts of tokens."""
 
 
 @dataclass(frozen=True)
@@ -126,23 +185,23 @@ class PreparedData:
     """A folder that `adlm prepare` finished."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        self.vocab_size, self.mask_id = self.manifest["vocab_size"], self.manifest["mask_id"]
-        self.length, self.is_padded = self.manifest["length"], self.manifest["rows"] == "documents"
-        self.splits = tuple(self.manifest["splits"])
+        self.vocab_size = self.manifest.vocab_size
+        self.mask_id = self.manifest.mask_id
+        self.length = self.manifest.length
+        self.is_padded = self.manifest.rows == "documents"
+        self.splits = tuple(self.manifest.splits)
 
     def rows(self, split: str) -> ShardedRows:
         if split not in self.splits:
             raise ValueError(
                 f"{self.folder} has no split {split!r}: it has {', '.join(self.splits)}"
             )
-        shards = tuple(
-            (shard["file"], shard["rows"]) for shard in self.manifest["splits"][split]["shards"]
-        )
-        return ShardedRows(self.folder, self.length, self.manifest["dtype"], self.is_padded, shards)
+        shards = tuple((shard.file, shard.rows) for shard in self.manifest.splits[split].shards)
+        return ShardedRows(self.folder, self.length, self.manifest.dtype, self.is_padded, shards)
 
     def counts(self) -> Tensor:
         """Return the occurrences of every token in the train split, (vocab_size,)."""
@@ -153,23 +212,22 @@ def open_data(path: Path | str, *, verify: bool = False) -> PreparedData:
     """Open a prepared folder and check the sizes of its files; `verify` compares their checksums, too."""
     folder = Path(path)
     manifest = read_manifest(folder)
-    for shard in [shard for split in manifest["splits"].values() for shard in split["shards"]]:
-        file = folder / shard["file"]
-        check_file(file, shard["bytes"], shard["sha256"] if verify else None)
-        if "lengths_sha256" in shard:
-            check_file(
-                file.with_suffix(".len"),
-                4 * shard["rows"],
-                shard["lengths_sha256"] if verify else None,
-            )
-    check_file(folder / COUNTS, None, manifest["counts_sha256"])
-    check_file(folder / "tokenizer.json", None, manifest["tokenizer"]["sha256"])
-    return PreparedData(folder, manifest, load_checked_tokenizer(folder, manifest["tokenizer"]))
+    for shard in [shard for split in manifest.splits.values() for shard in split.shards]:
+        file = folder / shard.file
+        check_file(file, shard.bytes, shard.sha256 if verify else None)
+        if shard.lengths_sha256 is not None:
+            sha256 = shard.lengths_sha256 if verify else None
+            check_file(file.with_suffix(".len"), 4 * shard.rows, sha256)
+    check_file(folder / COUNTS, None, manifest.counts_sha256)
+    check_file(folder / "tokenizer.json", None, manifest.tokenizer.sha256)
+    expected = manifest.tokenizer.model_dump()
+    return PreparedData(folder, manifest, load_checked_tokenizer(folder, expected))
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a finished folder."""
-    if not (folder / MANIFEST).is_file():
+    path = folder / MANIFEST
+    if not path.is_file():
         if (folder / PROGRESS).is_file():
             raise ValueError(
                 f"{folder} is not finished: run the same `adlm prepare` again to resume it"
@@ -177,29 +235,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`"
         )
-    manifest = read_object(folder / MANIFEST, MANIFEST_FORM, PREPARE_AGAIN)
-    vocab_size, length, is_padded = (
-        manifest["vocab_size"],
-        manifest["length"],
-        manifest["rows"] == "documents",
-    )
-    dtype, problem = choose_dtype(vocab_size), ""
-    if any(
-        manifest["tokenizer"].get(key) != manifest.get(key) for key in ("vocab_size", "mask_id")
-    ):
-        problem = "the tokenizer has other ids"
-    for split in manifest["splits"].values():
-        rows = [shard["rows"] for shard in split["shards"]]
-        sizes = [length * np.dtype(dtype).itemsize * count for count in rows]
-        is_sized = manifest.get("dtype") == dtype and sizes == [
-            shard["bytes"] for shard in split["shards"]
-        ]
-        has_lengths = all(("lengths_sha256" in shard) == is_padded for shard in split["shards"])
-        if not (is_sized and has_lengths and split["rows"] == sum(rows)):
-            problem = "its shards do not fit dtype, length and rows"
-    if problem:
-        raise ValueError(f"{folder / MANIFEST}: {problem}: {PREPARE_AGAIN}")
+    manifest = read_stored(path, Manifest, PREPARE_AGAIN)
+    tokenizer = manifest.tokenizer
+    if (tokenizer.vocab_size, tokenizer.mask_id) != (manifest.vocab_size, manifest.mask_id):
+        raise ValueError(f"{path}: the tokenizer has other ids: {PREPARE_AGAIN}")
+    if not all(fits_shards(manifest, split) for split in manifest.splits.values()):
+        problem = "its shards do not fit dtype, length and rows"
+        raise ValueError(f"{path}: {problem}: {PREPARE_AGAIN}")
     return manifest
+
+
+def fits_shards(manifest: Manifest, split: SplitRecord) -> bool:
+    """Return whether the sizes of a split's shards are those of its rows."""
+    dtype = choose_dtype(manifest.vocab_size)
+    row_bytes = manifest.length * np.dtype(dtype).itemsize
+    is_padded = manifest.rows == "documents"
+    for shard in split.shards:
+        has_lengths = shard.lengths_sha256 is not None
+        if shard.bytes != row_bytes * shard.rows or has_lengths != is_padded:
+            return False
+    return manifest.dtype == dtype and split.rows == sum(shard.rows for shard in split.shards)
 
 
 def load_checked_tokenizer(folder: Path, expected: Mapping[str, Any]) -> Tokenizer:

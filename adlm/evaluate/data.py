@@ -201,16 +201,16 @@ def _load_prepared(
     if data.length > length:
         problem = f"the rows of {folder} have {data.length} tokens, which is more than {length}"
         raise ValueError(f"{problem}: {remedy} with --length {length}")
-    layout = data.manifest["rows"]
+    layout = data.manifest.rows
     if rows is not None and rows != layout:
         raise ValueError(f"the rows of {folder} are {layout}, not {rows}: give the text itself")
-    every, manifest = data.rows(split), data.manifest["splits"][split]
+    every, manifest = data.rows(split), data.manifest.splits[split]
     if not len(every):
         raise ValueError(
             f"{folder} has no rows in {split}: prepare it again with a --valid-share above 0"
         )
     kept: RowDataset = every
-    text_bytes, bytes_source = manifest["bytes"], "manifest"
+    text_bytes, bytes_source = manifest.bytes, "manifest"
     if limit is not None and limit < len(every):
         kept, bytes_source = (
             TensorRows(*every.fetch(torch.arange(limit))),
@@ -222,14 +222,14 @@ def _load_prepared(
         )
         tokens, all_tokens = (int(sum(part)) for part in parts)
         text_bytes = round(text_bytes * (tokens / max(1, all_tokens)))
-    settings = {
+    settings: dict[str, Any] = {
         "source": str(folder),
-        "identity": data.manifest["source"],
+        "identity": data.manifest.source,
         "split": split,
         "rows": layout,
     }
     settings |= {
-        "prepared": data.manifest["settings_sha256"],
+        "prepared": data.manifest.settings_sha256,
         "length": data.length,
         "limit": limit,
     }

@@ -202,7 +202,7 @@ def read_config_json(folder: Path) -> ModelDescription:
     """Read and check a model's config.json."""
     path = folder / "config.json"
     remedy = f"{COPY_AGAIN}, or update adlm"
-    content = read_object(path, {}, remedy)
+    content = read_object(path, remedy)
     known = {
         key: content[key] for key in ModelDescription.model_fields if content.get(key) is not None
     }

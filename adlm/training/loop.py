@@ -212,7 +212,7 @@ def run_training(
         if source is not None:
             tensors = get_training_tensors(learner, optimizers)
             run_state.load_training_tensors(source, tensors, context.checkpoint_group)
-            state = run_state.read_state(source)
+            state = run_state.read_state(source).model_dump()
             if ema is not None:
                 ema.load(model_folder.read_weights(source), state["ema_updates"])
             restored = setup.restore_data_state(

@@ -114,7 +114,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         )
     )
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
-    data_hash = str(data.manifest["settings_sha256"])  # of the rows: a run resumes only on the same
+    data_hash = str(data.manifest.settings_sha256)  # of the rows: a run resumes only on the same
     batches: ShuffledBatches | StreamedBatches
     part: dict[str, Any] = {"seed": config.seed, "rank": context.rank, "size": context.world_size}
     part["workers"] = config.data.workers
@@ -133,7 +133,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         data_hash = hashlib.sha256(
             json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")
         ).hexdigest()
-    train = data.manifest["splits"]["train"]
+    train = data.manifest.splits["train"]
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
         estimate = estimate_nll(
@@ -177,8 +177,8 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         description=f"{describe_data(config, data)}; {describe_bound(objective)}",
         length=shape.length,
         tokenizer=data.tokenizer,
-        rows=data.manifest["rows"],
-        row_tokens=train["tokens"] / train["rows"],
+        rows=data.manifest.rows,
+        row_tokens=train.tokens / train.rows,
     )
 
 
@@ -214,7 +214,7 @@ def open_data_on_all_ranks(config: Config, context: DistributedContext) -> Prepa
         data = open_data(config.data.path, verify=config.data.verify and context.local_rank == 0)
     except (ValueError, OSError) as caught:  # raised below, on all ranks
         error = str(caught)
-    ranks = context.all_gather({"error": error, "data": data and data.manifest["settings_sha256"]})
+    ranks = context.all_gather({"error": error, "data": data and data.manifest.settings_sha256})
     errors = [rank["error"] for rank in ranks if rank["error"]]
     if data is None or errors:
         raise ValueError(errors[0])
@@ -284,8 +284,8 @@ def check_init_data(
     """Raise ValueError, with the command that makes fitting data, if tokens or rows are not those of `init`."""
     shape, rows, train = (
         loaded.model.config,
-        data.manifest["rows"],
-        data.manifest["splits"]["train"],
+        data.manifest.rows,
+        data.manifest.splits["train"],
     )
     if loaded.tokenizer is None:
         raise ValueError(
@@ -300,7 +300,7 @@ def check_init_data(
     problems += [f"{rows} rows, not {loaded.rows}"] * (rows != loaded.rows)
     if problems:
         is_cut = (
-            loaded.rows == "documents" and train["documents"] < train["rows"]
+            loaded.rows == "documents" and train.documents < train.rows
         )  # then a paragraph is a document
         source, out = (
             "SOURCE --documents blank" if is_cut else "SOURCE",
@@ -472,7 +472,7 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
     if saved.is_file() and (changes := compare_configs(load_config(saved), config)):
         remedy = "Choose another folder, or restore these settings to resume"
         raise ValueError(f"{folder} has a run with other settings: {'; '.join(changes)}. {remedy}")
-    if state["data"] != data_hash:
+    if state.data != data_hash:
         raise ValueError(
             f"{folder} was trained on other data than {config.data.path} (another text, tokenizer or length): resume "
             "with the same data, or choose another folder"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from adlm import files
 from adlm.data.tokenizers import Tokenizer
 from adlm.distributed import run_on_rank0
-from adlm.files import read_json, read_object
+from adlm.files import read_json
 from adlm.models.folder import (
     BEST,
     COPY_AGAIN,
@@ -37,7 +37,7 @@ from adlm.models.folder import (
     list_checkpoints,
     read_config_json,
 )
-from adlm.settings import Settings
+from adlm.settings import Settings, Stored
 
 RUN_FORMAT = 2  # of state.json and training/
 DISK_FULL = (
@@ -203,17 +203,32 @@ def verify_checkpoint(path: Path) -> Path:
     return path
 
 
-STATE_FORM: dict[str, Any] = {
-    "step": int,
-    "seconds": (int, float),
-    "batches": list,
-    "valid": dict,
-    "window": list,
-}
-STATE_FORM |= {"recent": list, "best": (int, float, None), "ema_updates": int, "data": str}
+class RunState(Stored):
+    """The state of a run at a step: with the tensors, all that a checkpoint holds."""
+
+    step: int
+    """The steps that were taken."""
+    batches: list[dict[str, Any]]
+    """The state of the batches of each process."""
+    valid: dict[str, int | float]
+    """The metrics of the last validation, with its step."""
+    best: float | None
+    """The best metric so far."""
+    seconds: float
+    """The duration of the run."""
+    ema_updates: int
+    """The updates of the average of the weights."""
+    window: list[list[float]]
+    """The metrics of the steps that are not logged yet."""
+    recent: list[float]
+    """The losses that the guard compares with."""
+    data: str
+    """The hash of the data."""
+    init_sha256: str | None = None
+    """The hash of the weights of init."""
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> RunState:
     """Read the state of the run at a checkpoint."""
     content = read_json(path / "state.json")
     version = content.get("format", 1) if isinstance(content, dict) else None
@@ -223,7 +238,7 @@ def read_state(path: Path) -> dict[str, Any]:
         )
         remedy = "start a new run (folder=NEW), or resume with the version that wrote it; the model can be loaded"
         raise ValueError(f"{problem}: {remedy}")
-    return read_object(path / "state.json", STATE_FORM, COPY_AGAIN)
+    return RunState.read(content, str(path / "state.json"), COPY_AGAIN)
 
 
 def restore_links(folder: Path) -> None:

@@ -35,7 +35,7 @@ def test_prepare_check_and_overwrite(text: Path, tmp_path: Path) -> None:
     data = open_data(out, verify=True)
     assert (data.vocab_size, data.mask_id, data.length) == (50_258, 50_257, 64)
     for split in data.splits:
-        assert f"{data.manifest['splits'][split]['tokens']:,}" in result.output
+        assert f"{data.manifest.splits[split].tokens:,}" in result.output
     assert "vocabulary 50,258, mask id 50,257" in result.output
     assert f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN" in result.output
     assert "\x1b" not in result.output  # no control sequences in a pipe
@@ -85,10 +85,7 @@ def test_a_tokenizer_is_trained_and_its_size_reported(text: Path, tmp_path: Path
         result.exit_code == 0 and "(of 9,000 requested" in result.output
     )  # the text has too few pairs
     manifest = open_data(tmp_path / "small").manifest
-    assert (
-        manifest["settings"]["tokenizer"]["trained"] == 9000
-        and manifest["tokenizer"]["vocab_size"] < 300
-    )
+    assert manifest.settings.tokenizer["trained"] == 9000 and manifest.tokenizer.vocab_size < 300
 
 
 @pytest.mark.parametrize(
@@ -136,7 +133,7 @@ def test_skipped_files_are_listed(tmp_path: Path) -> None:
         result.exit_code == 0
         and "skipped 2 files (--glob selects others): a.txt, picture.png" in result.output
     )
-    names = [file["name"] for file in open_data(tmp_path / "both").manifest["source"]["files"]]
+    names = [file["name"] for file in open_data(tmp_path / "both").manifest.source["files"]]
     assert names == ["NOTICE", "notes.md"]
 
 
@@ -158,10 +155,11 @@ def test_json_is_all_of_stdout(text: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     answer, manifest = json.loads(result.stdout), open_data(out).manifest
-    assert answer["folder"] == str(out) and answer["splits"].keys() == manifest["splits"].keys()
+    assert answer["folder"] == str(out) and answer["splits"].keys() == manifest.splits.keys()
     for name, split in answer["splits"].items():
         assert split == {
-            key: manifest["splits"][name][key] for key in ("rows", "tokens", "documents", "bytes")
+            key: getattr(manifest.splits[name], key)
+            for key in ("rows", "tokens", "documents", "bytes")
         }
     assert "next: adlm train" in result.stderr
     wrong = run(text, "--json")

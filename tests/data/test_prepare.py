@@ -79,16 +79,14 @@ def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -
     assert np.array_equal(np.concatenate([train, valid]), expected)
     assert len(valid) == count_valid_rows(len(expected), 0.01)
     assert np.array_equal(data.counts().numpy(), np.bincount(train.ravel(), minlength=50_258))
-    splits = manifest["splits"]
-    assert (splits["train"]["rows"], splits["train"]["tokens"]) == (len(train), train.size)
+    splits = manifest.splits
+    assert (splits["train"].rows, splits["train"].tokens) == (len(train), train.size)
     # The bytes of the rows are those of their text, except for tokens that the end of a row divides.
     for rows, split in ((train, "train"), (valid, "valid")):
         text = sum(len(gpt2.decode(row, skip_special=True).encode()) for row in rows.tolist())
-        assert abs(splits[split]["bytes"] - text) < 0.02 * text + 100
-    assert splits["train"]["bytes"] + splits["valid"]["bytes"] <= TEXT_BYTES
-    assert (
-        len(TEXTS) <= splits["train"]["documents"] + splits["valid"]["documents"] <= len(TEXTS) + 1
-    )
+        assert abs(splits[split].bytes - text) < 0.02 * text + 100
+    assert splits["train"].bytes + splits["valid"].bytes <= TEXT_BYTES
+    assert len(TEXTS) <= splits["train"].documents + splits["valid"].documents <= len(TEXTS) + 1
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
@@ -110,14 +108,14 @@ def test_rows_of_one_document_are_cut_padded_and_measured(tmp_path: Path) -> Non
     options = SMALL | {"tokenizer": "bert-base-uncased", "length": 8, "rows": "documents"}
     manifest = prepare(make_source(texts), tmp_path, **options)
     data, bert = open_data(tmp_path), load_tokenizer("bert-base-uncased")
-    assert manifest["rows"] == "documents" and data.is_padded
+    assert manifest.rows == "documents" and data.is_padded
     tokens, lengths = data.rows("train").fetch(range(len(data.rows("train"))))
     assert lengths is not None
     for text, row, length in zip(texts, tokens.tolist(), lengths.tolist()):
         assert row == ([101, *bert.encode(text)[:6], 102] + [0] * 8)[:8]
         assert length == min(8, len(bert.encode(text)) + 2)
-    assert manifest["splits"]["train"]["tokens"] == int(lengths.sum()) == int(data.counts().sum())
-    assert manifest["splits"]["train"]["documents"] == len(tokens) == 18
+    assert manifest.splits["train"].tokens == int(lengths.sum()) == int(data.counts().sum())
+    assert manifest.splits["train"].documents == len(tokens) == 18
 
 
 def prepare_in_child(
@@ -229,7 +227,7 @@ def test_other_settings_need_another_folder_or_overwrite(tmp_path: Path) -> None
         prepare(make_source(TEXTS), tmp_path, **changed)
     with pytest.raises(ValueError, match=r"source: {'texts': "):
         prepare(make_source(TEXTS[1:]), tmp_path, **SMALL)
-    assert prepare(make_source(TEXTS), tmp_path, **changed, overwrite=True)["length"] == 32
+    assert prepare(make_source(TEXTS), tmp_path, **changed, overwrite=True).length == 32
     assert open_data(tmp_path, verify=True).vocab_size == 50_258
     assert (tmp_path / "notes.txt").read_text() == "not ours"
 
@@ -238,15 +236,12 @@ def test_a_valid_source_of_its_own_is_used_whole(tmp_path: Path) -> None:
     manifest = prepare(
         make_source(TEXTS), tmp_path, **SMALL, valid=make_source(TEXTS[:20], "other")
     )
-    assert manifest["splits"]["train"]["rows"] == (TEXT_BYTES + len(TEXTS)) // 62  # none held out
-    assert (
-        manifest["splits"]["valid"]["rows"]
-        == sum(len(text.encode()) + 1 for text in TEXTS[:20]) // 62
-    )
-    assert manifest["valid_from"] == "a source of its own"
-    assert list(
-        prepare(make_source(TEXTS), tmp_path / "all", **SMALL, valid_share=0)["splits"]
-    ) == ["train"]
+    assert manifest.splits["train"].rows == (TEXT_BYTES + len(TEXTS)) // 62  # none held out
+    assert manifest.splits["valid"].rows == sum(len(text.encode()) + 1 for text in TEXTS[:20]) // 62
+    assert manifest.valid_from == "a source of its own"
+    assert list(prepare(make_source(TEXTS), tmp_path / "all", **SMALL, valid_share=0).splits) == [
+        "train"
+    ]
 
 
 @given(st.integers(3, 100_000), st.sampled_from([0.001, 0.01, 0.3]))
@@ -271,8 +266,8 @@ def test_too_little_text_is_an_error_and_leaves_nothing_behind(
 def test_a_tokenizer_is_trained_and_survives_a_stop(tmp_path: Path) -> None:
     options = SMALL | {"tokenizer": None, "train_tokenizer": 600}
     manifest = prepare(make_source(TEXTS), tmp_path / "whole", **options)
-    assert (manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask_id"]) == (600, 599)
-    assert manifest["tokenizer"]["sha256"] == train_bpe(TEXTS, 600, end_token=END_OF_TEXT).sha256
+    assert (manifest.tokenizer.vocab_size, manifest.tokenizer.mask_id) == (600, 599)
+    assert manifest.tokenizer.sha256 == train_bpe(TEXTS, 600, end_token=END_OF_TEXT).sha256
     with pytest.raises(KeyboardInterrupt):
         prepare(make_source(TEXTS), tmp_path / "stopped", **options, on_progress=stop_after(0))
     prepare(make_source(TEXTS), tmp_path / "stopped", **options)
@@ -289,7 +284,7 @@ def test_a_tokenizer_is_trained_on_the_first_bytes(
     expected = train_bpe(
         module.read_first_documents(make_source(TEXTS), 5000), 400, end_token=END_OF_TEXT
     )
-    assert manifest["tokenizer"]["sha256"] == expected.sha256
+    assert manifest.tokenizer.sha256 == expected.sha256
 
 
 def test_a_named_dataset_has_its_own_settings(tmp_path: Path) -> None:
@@ -297,15 +292,15 @@ def test_a_named_dataset_has_its_own_settings(tmp_path: Path) -> None:
         "\n".join(f"Sentence {i} , as the news had it ." for i in range(50))
     )
     manifest = prepare(f"lm1b:{tmp_path / 'lm1b.txt'}", tmp_path / "a", workers=1)
-    settings = (manifest["tokenizer"]["name"], manifest["length"], manifest["rows"])
+    settings = (manifest.tokenizer.name, manifest.length, manifest.rows)
     assert settings == ("bert-base-uncased", 128, "documents")
-    assert manifest["valid_from"] == "the end of the stream"  # one file is every split
+    assert manifest.valid_from == "the end of the stream"  # one file is every split
     (tmp_path / "ptb").mkdir()
     for split in ("train", "valid"):
         (tmp_path / "ptb" / f"ptb.{split}.txt").write_text("the cat sat on the mat\n" * 40 + split)
     manifest = prepare(f"ptb:{tmp_path / 'ptb'}", tmp_path / "b", length=16, workers=1)
-    assert (manifest["tokenizer"]["name"], manifest["length"]) == ("gpt2", 16)
-    assert manifest["valid_from"] == "a source of its own"
+    assert (manifest.tokenizer.name, manifest.length) == ("gpt2", 16)
+    assert manifest.valid_from == "a source of its own"
 
 
 @pytest.mark.parametrize(
@@ -391,15 +386,12 @@ def test_long_documents_are_cut_without_a_trace_and_resumed(
     monkeypatch.setattr(formats, "CHUNK_BYTES", 2000)
     monkeypatch.setattr(formats, "PART_CHARACTERS", 3000)
     after = prepare(source, tmp_path / "cut", **options)
-    assert [shard["sha256"] for shard in after["splits"]["train"]["shards"]] == [
-        shard["sha256"] for shard in before["splits"]["train"]["shards"]
+    assert [shard.sha256 for shard in after.splits["train"].shards] == [
+        shard.sha256 for shard in before.splits["train"].shards
     ]
-    for split, totals in after["splits"].items():
-        assert totals["documents"] == before["splits"][split]["documents"]
-        assert (
-            abs(totals["bytes"] - before["splits"][split]["bytes"])
-            < 0.05 * before["splits"][split]["bytes"]
-        )
+    for split, totals in after.splits.items():
+        assert totals.documents == before.splits[split].documents
+        assert abs(totals.bytes - before.splits[split].bytes) < 0.05 * before.splits[split].bytes
     with pytest.raises(KeyboardInterrupt):
         prepare(
             source,

@@ -123,11 +123,7 @@ def test_a_prepared_folder(prepared: Path) -> None:
         len(data.rows("train")),
         len(data.rows("valid")),
     ) == (54, 6)
-    assert (
-        data.tokenizer.sha256
-        == data.manifest["tokenizer"]["sha256"]
-        == load_tokenizer("bytes").sha256
-    )
+    assert data.tokenizer.sha256 == data.manifest.tokenizer.sha256 == load_tokenizer("bytes").sha256
     tokens, lengths = data.rows("train").fetch([30])
     assert lengths is not None
     row = tokens[0, : int(lengths[0])].tolist()
@@ -135,9 +131,7 @@ def test_a_prepared_folder(prepared: Path) -> None:
     with pytest.raises(ValueError, match="no split 'test': it has train, valid"):
         data.rows("test")
     counts = data.counts()
-    assert (
-        counts.shape == (258,) and int(counts.sum()) == data.manifest["splits"]["train"]["tokens"]
-    )
+    assert counts.shape == (258,) and int(counts.sum()) == data.manifest.splits["train"].tokens
     assert int(counts[256]) == 2 * 54 and int(counts[257]) == 0
 
 
@@ -177,13 +171,17 @@ def change_shard(key: str, value: object) -> Callable[[Path], object]:
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", Path.unlink, "make it with `adlm prepare SOURCE --out"),
-    ("manifest.json", change("format", 2), "has format 2, which is not valid: .*--overwrite"),
+    ("manifest.json", change("format", 2), "has format 2, expected 1: .*--overwrite"),
     (
         "manifest.json",
         lambda path: path.rename(path.with_name("progress.json")),
         "run the same `adlm prepare` again",
     ),
-    ("manifest.json", lambda path: path.write_text("[]"), "has no format: .*--overwrite"),
+    (
+        "manifest.json",
+        lambda path: path.write_text("[]"),
+        "has no format, expected 1: .*--overwrite",
+    ),
     *(
         ("manifest.json", change(key, REMOVED), f"has no {key}")
         for key in ("rows", "length", "tokenizer")
@@ -192,7 +190,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "manifest.json",
         change("vocab_size", 2**40),
-        "has vocab_size 1099511627776, which is not valid",
+        "has vocab_size 1099511627776, expected a whole number at least 1",
     ),
     ("manifest.json", change("length", -32), "has length -32,"),
     ("manifest.json", change("length", "32"), "has length '32',"),
@@ -201,15 +199,19 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", change("mask_id", None), "the tokenizer has other ids"),
     ("manifest.json", change("tokenizer", "bytes"), "has tokenizer 'bytes',"),
     ("manifest.json", change("source", "text"), "has source 'text',"),
-    ("manifest.json", change("settings", {"tokenizer": 3}), "has settings {'tokenizer': 3},"),
+    ("manifest.json", change("settings", {"tokenizer": 3}), "has settings.tokenizer 3,"),
     ("manifest.json", change("splits", []), r"has splits \[\],"),
     (
         "manifest.json",
         change_shard("file", "../../outside-00000.bin"),
-        "has splits .*, which is not valid",
+        "has splits.train.shards.0.file '../../outside-00000.bin', expected a text",
     ),
     ("manifest.json", change_shard("rows", 2**61), "shards do not fit"),
-    ("manifest.json", change_shard("rows", "4"), "has splits"),
+    (
+        "manifest.json",
+        change_shard("rows", "4"),
+        "has splits.train.shards.0.rows '4', expected a whole number",
+    ),
     ("manifest.json", lambda path: path.write_text("[" * 200_000), "is not JSON .*--overwrite"),
     ("train-00001.bin", Path.unlink, r"train-00001\.bin is missing.*--overwrite"),
     ("train-00001.bin", cut, r"train-00001\.bin has 1,279 bytes, 1,280 expected"),

@@ -77,8 +77,8 @@ def test_rows_are_those_of_prepare(tmp_path: Path, rows: Any, words: str) -> Non
         stored.settings["rows"] == rows
         and stored.settings["identity"] == fresh.settings["identity"]
     )
-    manifest = open_data(tmp_path / "data").manifest["splits"]["train"]
-    assert stored.bytes == manifest["bytes"] and manifest["rows"] == len(fresh.rows)
+    manifest = open_data(tmp_path / "data").manifest.splits["train"]
+    assert stored.bytes == manifest.bytes and manifest.rows == len(fresh.rows)
     assert abs(fresh.bytes - stored.bytes) < 200  # prepare estimates what of a cut document is kept
 
 

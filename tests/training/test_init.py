@@ -40,9 +40,9 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path: Path) -> None:
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
     config, state = load_config(tmp_path / "config.yaml"), read_state(done.checkpoint)
     assert (config.init, config.method, config.model.preset) == (str(base()), "adlm", None)
-    assert state["init_sha256"] == hash_file(base() / "checkpoints/latest/model.safetensors")
+    assert state.init_sha256 == hash_file(base() / "checkpoints/latest/model.safetensors")
     assert load_model(tmp_path).model.config == load_model(base()).model.config
-    assert read_state(base() / "checkpoints/latest")["init_sha256"] is None
+    assert read_state(base() / "checkpoints/latest").init_sha256 is None
 
 
 def test_a_run_resumes_without_its_init(tmp_path: Path) -> None:

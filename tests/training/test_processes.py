@@ -112,7 +112,7 @@ def test_settings_that_cannot_be_parallel_are_refused_by_all(name: str) -> None:
 def test_one_process_resumes_what_two_sharded() -> None:
     assert "half" not in two()
     folder = place(2, "half", "fsdp")
-    assert read_state(folder / "checkpoints/latest")["step"] == 5
+    assert read_state(folder / "checkpoints/latest").step == 5
     run(folder, *settings("halves", "none"))
     assert_close(folder, alone("halves"))
 

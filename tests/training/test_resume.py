@@ -65,10 +65,9 @@ def check_resume(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped
     done = run(torn, *changes, rows=rows)
     assert_same(torn, straight)
     states = [read_state(folder / "checkpoints" / "latest") for folder in (straight, torn)]
-    for state in states:
-        assert state.pop("seconds") > 0
-    assert states[0] == states[1]
-    assert done.step == states[0]["step"] and done.valid.items() <= states[0]["valid"].items()
+    assert all(state.seconds > 0 for state in states)
+    assert states[0].replace(seconds=0.0) == states[1].replace(seconds=0.0)
+    assert done.step == states[0].step and done.valid.items() <= states[0].valid.items()
 
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -105,8 +104,8 @@ def test_metrics_that_were_not_yet_logged_are_not_lost(tmp_path: Path) -> None:
     """A checkpoint between two records: the mean is over steps of both processes, and the guard remembers."""
     check_resume(tmp_path, "log.every=5", "checkpoint.every=3", "guard.window=4", crash=8)
     state = read_state(tmp_path / "torn/checkpoints/step-00000009")
-    assert len(state["window"]) == 4 and len(state["recent"]) == 4
-    assert state["recent"] == [row[0] for row in state["window"]]  # steps 6 to 9
+    assert len(state.window) == 4 and len(state.recent) == 4
+    assert state.recent == [row[0] for row in state.window]  # steps 6 to 9
     assert [record["step"] for record in curve(tmp_path / "torn")] == [5, 5, 10, 10]
 
 
@@ -153,7 +152,7 @@ def test_a_run_of_an_older_format_is_refused_but_its_model_loads(tmp_path: Path)
     path = tmp_path / "checkpoints" / "step-00000005"
     write_json(
         path / "state.json",
-        {key: value for key, value in read_state(path).items() if key != "format"},
+        read_state(path).model_dump(exclude={"format"}),
     )
     (path / "checksums.json").unlink()
     write_json(path / "checksums.json", compute_checksums(path))
@@ -171,7 +170,7 @@ def test_a_run_of_an_older_format_is_refused_but_its_model_loads(tmp_path: Path)
 def test_a_state_that_no_run_wrote_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
     run(tmp_path, "steps=5")
     path = tmp_path / "checkpoints" / "step-00000005"
-    write_json(path / "state.json", read_state(path) | values)
+    write_json(path / "state.json", read_state(path).model_dump() | values)
     (path / "checksums.json").unlink()
     write_json(path / "checksums.json", compute_checksums(path))
     with pytest.raises(
@@ -294,6 +293,6 @@ def test_a_signal_is_answered_with_a_checkpoint(
     os.kill(process.pid, number)
     assert get_exit_code(process) == code
     saved = find_latest_checkpoint(tmp_path / "torn/checkpoints")
-    assert saved is not None and 7 <= read_state(saved)["step"] < 60
+    assert saved is not None and 7 <= read_state(saved).step < 60
     run(tmp_path / "torn", *changes)
     assert_same(tmp_path / "torn", straight)

@@ -37,8 +37,8 @@ from adlm.evaluate.ppl import NllSettings, estimate_texts
 from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json
 from adlm.evaluate.stats import describe_seeds, estimate_ratio_difference
-from adlm.files import file_lock, read_json, read_object
-from adlm.settings import Settings, SettingsError, list_fields
+from adlm.files import file_lock, read_json, read_stored
+from adlm.settings import Settings, SettingsError, Stored, list_fields
 from adlm.text.lm import load
 from adlm.training.guard import catch_stop_signals
 from adlm.training.logging import read_metrics
@@ -87,6 +87,13 @@ class ExperimentClaim(Settings):
     """Take the mean over all claims of the variance over seeds."""
     within: float | None = None
     """Claim instead that both are equal: Student's interval lies in ±within nats per token."""
+
+
+class Claims(Stored):
+    """A file of claims, such as docs/reproduce.json."""
+
+    claims: list[Record]
+    """The claims, each with its evidence."""
 
 
 class MeasureSettings(Settings):
@@ -320,7 +327,7 @@ def check_folders(planned: Mapping[str, Record], path: Path, folder: Path) -> No
             record.get("data_sha256"),
             opened.get(config.data.path),
         )  # old records have no hash
-        if data_hash and data and data_hash != data.manifest["settings_sha256"]:
+        if data_hash and data and data_hash != data.manifest.settings_sha256:
             raise ValueError(
                 f"{path}: {run['name']} had other data than {data.folder}: give that, or another --out"
             )
@@ -340,8 +347,8 @@ def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings)
     try:
         if config := run["config"]:
             trained = train(config, folder=str(folder), device=device)
-            record["seconds"] = round(read_state(trained.checkpoint)["seconds"], 1)
-            record["data_sha256"] = open_data(config.data.path).manifest["settings_sha256"]
+            record["seconds"] = round(read_state(trained.checkpoint).seconds, 1)
+            record["data_sha256"] = open_data(config.data.path).manifest.settings_sha256
             metrics = read_metrics(folder / "metrics.jsonl")
             record["curve"] = [
                 [each["step"], each["val/nll"]] for each in metrics if "val/nll" in each
@@ -529,16 +536,13 @@ def build_report(results: Record) -> EvalResult:
 def check_claims(path: Path) -> list[str]:
     """Recompute what a file of claims states from the stored measurements; return a line for every difference."""
     problems = []
-    for claim in read_object(path, {"claims": list}, "give a file such as docs/reproduce.json")[
-        "claims"
-    ]:
+    for claim in read_stored(path, Claims, "give a file such as docs/reproduce.json").claims:
         for key, value in recompute_claim(claim.get("evidence"), path.parent).items():
-            is_number = isinstance(stored := claim.get(key), type(value)) and isinstance(
-                value, float | list
-            )
-            if not (
-                np.allclose(value, stored, rtol=1e-9, atol=0) if is_number else value == stored
-            ):
+            stored: Any = claim.get(key)
+            is_equal = value == stored
+            if isinstance(value, float | list) and isinstance(stored, type(value)):
+                is_equal = np.allclose(value, stored, rtol=1e-9, atol=0)
+            if not is_equal:
                 problems.append(f"{claim['claim']!r}, {key}: stored {stored!r}, computed {value!r}")
     return problems
 

@@ -5,25 +5,42 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from adlm.apps.reasoning.items import Item
 from adlm.data.formats import MAX_WHOLE_BYTES, TABLES, get_suffix, read_lines, read_whole
 from adlm.data.tokenizers import Tokenizer
-from adlm.files import matches_form
 from adlm.registry import Registry
+from adlm.settings import Stored
 
 ANSWER_MARK = "#### "  # GSM8K's and iCoT's
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotation, iCoT's equation
 NUMBER = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
 # A class ("wumpus", "Wumpuses"), or a capital letter and no word of the sentence frame: a name.
 NODE = re.compile(r"\b(?:([A-Za-z]*pus)(?:es)?|((?!(?:Every|Each|Is|True|False)\b)[A-Z][a-z]+))\b")
-TEXT = re.compile(
-    "(?=.*\\S)[^\ud800-\udfff]*", re.DOTALL
-)  # not empty, without half of a surrogate pair
+ProblemText = Annotated[str, Field(pattern=r"\S")]  # pydantic refuses half of a surrogate pair
 REMEDY = "correct it or leave it out"
+
+
+class ProblemRow(Stored):
+    """A problem in a file; its answer ends a trace."""
+
+    question: ProblemText
+    """The question."""
+    answer: ProblemText
+    """The answer, after its trace if the file has no steps."""
+    steps: Any = ()
+    """Not read."""
+
+
+class SteppedRow(ProblemRow):
+    """A problem in a file with its steps in a list."""
+
+    steps: list[ProblemText]
+    """The steps."""
 
 
 class Problem(NamedTuple):
@@ -103,26 +120,21 @@ def _read_rows(path: Path) -> Iterator[tuple[Any, str]]:
 
 def _read_problems(path: Path, find_steps: Callable[[str], list[str]] | None) -> Iterator[Problem]:
     """Read the problems of a file; the answer of a trace loses its thousands separators."""
-    form: dict[str, Any] = {"question": TEXT, "answer": TEXT} | (
-        {"steps": [TEXT]} if find_steps is None else {}
-    )
+    kind = SteppedRow if find_steps is None else ProblemRow
     for content, place in _read_rows(path):
-        row = content if isinstance(content, dict) else {}
-        for name, expected in form.items():
-            if not matches_form(row.get(name), expected):
-                value = f"{row[name]!r:.60} as" if name in row else "no"
-                kind = "a list of texts" if name == "steps" else "a text that is not empty"
-                raise ValueError(f"{place} has {value} {name!r}: expected {kind}; {REMEDY}")
-        steps, answer = row.get("steps", []), row["answer"]
+        row = kind.read(content, place, REMEDY)
+        steps = row.steps
+        answer = row.answer
         if find_steps is not None:
             trace, mark, answer = answer.rpartition(ANSWER_MARK)
-            steps, answer = find_steps(trace), answer.replace(",", "").strip()
+            steps = find_steps(trace)
+            answer = answer.replace(",", "").strip()
             if not mark or not answer:
-                end = row["answer"][-40:]
+                end = row.answer[-40:]
                 raise ValueError(
                     f"{place} ends in {end!r}: expected '{ANSWER_MARK}' and the answer; {REMEDY}"
                 )
-        yield Problem(row["question"], tuple(steps), answer)
+        yield Problem(row.question, tuple(steps), answer)
 
 
 def find_file(folders: Iterable[Path], names: Sequence[str]) -> Path | None:

@@ -345,7 +345,7 @@ def evaluate(
         results = solve(run.model, task, objectives[name], sets[test])
         measured.setdefault(name, {})[test] = measure_results(task, sets[test], results)
 
-    is_generated = task.name in GENERATORS or run_state.read_state(run.folder)["data"].startswith(
+    is_generated = task.name in GENERATORS or run_state.read_state(run.folder).data.startswith(
         GENERATED
     )
     sections = ("steps", "batch", "init", "ema", "model", "optimizer", "objective")

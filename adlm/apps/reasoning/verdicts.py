@@ -8,22 +8,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import pydantic
+
 from adlm.apps.reasoning.arms import ARMS
 from adlm.apps.reasoning.tasks import GENERATORS
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table
 from adlm.evaluate.stats import NORMAL_975
-from adlm.files import read_object, write_atomically
+from adlm.files import read_stored, write_atomically
+from adlm.settings import Stored
 from adlm.training.logging import read_metrics
 
 RESULT = "reasoning.json"  # in a run's folder
-FORM = {
-    "task": str,
-    "arm": tuple(ARMS),
-    "seed": int,
-    "tests": dict,
-    "flops": (int, float, None),
-    "settings": dict,
-}
 TASK_LINE = (
     r"(?m)^reasoning:\n(?:  .*\n)*?  task: (?!null$)"  # of the config.yaml of a reasoning run
 )
@@ -64,6 +59,31 @@ CLAIMS = (
 )
 Accuracies = Mapping[str, Sequence[float]]  # by arm: those of its seeds, in points
 Result = Mapping[str, Any]  # of a run
+
+
+class RunResult(Stored):
+    """The measurements of a run, reasoning.json."""
+
+    task: str
+    """The task."""
+    arm: str
+    """The arm."""
+    seed: int
+    """The seed of the run."""
+    tests: dict[str, Any]
+    """What was measured on each test set."""
+    flops: int | float | None = None
+    """Operations of the training."""
+    settings: dict[str, Any]
+    """The settings of the run."""
+
+    @pydantic.field_validator("arm")
+    @classmethod
+    def check_arm(cls, value: str) -> str:
+        """Refuse an arm that does not exist."""
+        if value not in ARMS:
+            raise ValueError(f"expected one of {', '.join(ARMS)}")
+        return value
 
 
 def pool_deviation(accuracies: Accuracies) -> float:
@@ -131,9 +151,8 @@ def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
                 raise FileNotFoundError(
                     f"{folder} has no {RESULT}: run `adlm reason eval {folder}` first"
                 )
-            found[str(folder)] = read_object(
-                folder / RESULT, FORM, f"run `adlm reason eval {folder}` again"
-            )
+            remedy = f"run `adlm reason eval {folder}` again"
+            found[str(folder)] = read_stored(folder / RESULT, RunResult, remedy).model_dump()
     keys = {
         run: (each["task"], list(ARMS).index(each["arm"]), each["seed"])
         for run, each in found.items()

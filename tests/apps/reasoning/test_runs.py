@@ -91,7 +91,7 @@ def test_ten_steps_are_five_and_five(tmp_path: Path, arm: str) -> None:
     done = run(straight, arm, *changes)
     with crash_at(7):
         run(torn, arm, *changes)
-    assert run_state.read_state(torn / "checkpoints/latest")["step"] == 5, (
+    assert run_state.read_state(torn / "checkpoints/latest").step == 5, (
         "nothing to resume from: the test is void"
     )
     run(torn, arm, *changes)
