@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused() -> None:
         from_state_dict({"model.weight": torch.zeros(1)}, heads=2)
     with pytest.raises(ValueError, match="convert a GPT-2 with tied embeddings"):
         from_state_dict(state | {"lm_head.weight": torch.zeros(61, 16)}, heads=2)
-    with pytest.raises(ValueError, match="must be a multiple of heads 3"):
+    with pytest.raises(ValueError, match="heads=3: expected dim to be a multiple of heads"):
         from_state_dict(state, heads=3)
 
 
