@@ -1,5 +1,6 @@
 """Settings: unknown keys are refused with a suggestion, changes apply in order, and a saved config is the config."""
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from adlm.config import (
     Config,
     compare_configs,
+    flatten,
     list_recipes,
     load_config,
     save_config,
@@ -209,6 +211,18 @@ def test_every_recipe_is_a_run_on_any_data(path: Path) -> None:
         32,
     )
     assert bool(shape.anchor_layers) == METHODS[config.method].two_stages
+
+
+def test_recipes_have_the_values_that_they_had() -> None:
+    """The file was written when OmegaConf read the recipes: what differs from the defaults."""
+    golden = json.loads((ROOT / "tests/golden/recipes.json").read_text("utf-8"))
+    assert {path.stem for path in RECIPES} == set(golden["recipes"])
+    for path in RECIPES:
+        config = load_config(path, folder="run", **{"data.path": "data"})
+        expected = golden["defaults"] | golden["recipes"][path.stem]
+        if not hasattr(config, "reasoning"):
+            expected = {k: v for k, v in expected.items() if not k.startswith("reasoning.")}
+        assert json.loads(json.dumps(flatten(config))) == expected, path
 
 
 def test_a_recipe_is_found_by_name_and_by_its_usual_path(

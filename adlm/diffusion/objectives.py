@@ -36,11 +36,11 @@ class ObjectiveSettings(Settings):
     """The training objective: noise schedule, anchors and their weight in the ANELBO."""
 
     schedule: str = "loglinear"
-    """The noise schedule."""
+    """The noise schedule: loglinear, cosine, cosine_squared, linear, geometric."""
     schedule_options: dict[str, OptionValue] = Field(default_factory=dict)
     """The schedule's own options, such as eps."""
     anchor_rule: str = "rare_in_sequence"
-    """Which tokens are anchors, for a method with two stages."""
+    """Which tokens are anchors: rare_in_sequence, rare_in_corpus, tf_idf, listed, random, …"""
     max_count: int | None = 5
     """τ of rare_in_sequence and frequent_in_sequence: occurrences in a row."""
     max_fraction: float | None = None
@@ -62,7 +62,7 @@ class ObjectiveSettings(Settings):
     discrete_steps: PositiveInt | None = None
     """Steps of the discrete-time bound; null: continuous time."""
     time_std: PositiveFloat | None = None
-    """Standard deviation of training times around 1/2; null: uniform times."""
+    """Standard deviation of training times around 1/2, not of the reported NLL; null: uniform."""
 
 
 class TrainingRows(Protocol):
