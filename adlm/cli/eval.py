@@ -29,6 +29,8 @@ COMMAND_PARAMETERS = (
     "model",
     "models",
     "device",
+    "network",
+    "objective",
     "is_json",
     "deterministic",
     "chosen",
@@ -101,6 +103,8 @@ def run_eval(
             placed = {
                 "device": str(context.device),
                 "deterministic": parameters.get("deterministic", False),
+                "network": parameters.get("network"),
+                "objective": parameters.get("objective"),
             }
             names = dict.fromkeys(parameters.get("models") or [parameters.get("model") or DEFAULT])
             models: Any = (
@@ -187,6 +191,8 @@ def ppl(
     workers: Workers = 1,
     out: OutFolder = None,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Estimate the perplexity of models on held-out texts: nats per token, bits per byte and paired differences.
@@ -216,6 +222,8 @@ def zeroshot(
     workers: Workers = 1,
     out: OutFolder = None,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Estimate perplexity on Lambada, PTB, WikiText, LM1B, AG News, PubMed and ArXiv, as the paper does.
@@ -274,6 +282,8 @@ def samples(
     scorer_batch: JudgeBatch = 32,
     out: OutFolder = None,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Generate texts and measure Gen-PPL, MAUVE, entropy and n-grams, and the same of as much real text.
@@ -323,6 +333,8 @@ def frontier(
     repeats: Annotated[int, Option(min=2, help="Smallest number of timings of a point.")] = 3,
     scorer_batch: JudgeBatch = 32,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     out: OutFolder = None,
     is_json: options.Json = False,
 ) -> None:
@@ -368,6 +380,8 @@ def report(
     ] = None,
     out: OutFolder = Path("report"),
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Run all evaluations and write report.html, report.md (a model card), report.json and plots."""

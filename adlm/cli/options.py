@@ -59,6 +59,10 @@ ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
 Device = Annotated[
     str, typer.Option(help="Device: auto (CUDA or the CPU), cpu, cuda, cuda:N or mps.")
 ]
+NETWORK_HELP = "Network of a model folder that is not built in; its module is imported."
+Network = Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=NETWORK_HELP)]
+OBJECTIVE_HELP = "Objective of a model folder that is not built in; its module is imported."
+Objective = Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=OBJECTIVE_HELP)]
 Seed = Annotated[int, setting_option("seed")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 

@@ -29,6 +29,8 @@ def serve(
     ] = 256,
     deterministic: options.Deterministic = False,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
 ) -> None:
     """Serve models over HTTP: OpenAI's completions API and, at /, a page; prints the address when ready."""
     if missing := [
@@ -54,7 +56,14 @@ def serve(
         problem = f"{host} port {port} cannot be used ({error.strerror})"
         raise ValueError(f"{problem}: give another --host or --port") from None
     lm, *others = [
-        load(each, device=device, deterministic=deterministic) for each in models or [DEFAULT]
+        load(
+            each,
+            device=device,
+            deterministic=deterministic,
+            network=network,
+            objective=objective,
+        )
+        for each in models or [DEFAULT]
     ]
     limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
     app = create_app(lm, limits=limits, api_key=api_key, others=others)

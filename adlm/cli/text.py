@@ -39,6 +39,8 @@ class OutputOptions:
 
     deterministic: options.Deterministic = False
     device: options.Device = "auto"
+    network: options.Network = None
+    objective: options.Objective = None
     out: Annotated[
         Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")
     ] = None
@@ -170,8 +172,14 @@ def build_runs(
     from adlm.evaluate.results import shorten_names
     from adlm.text.lm import load
 
-    place: dict[str, Any] = {"device": own.device, "deterministic": own.deterministic}
-    lm = load(model or DEFAULT, **place)
+    open_model = partial(
+        load,
+        device=own.device,
+        deterministic=own.deterministic,
+        network=own.network,
+        objective=own.objective,
+    )
+    lm = open_model(model or DEFAULT)
     settings = settings.draw_seed()  # one for both
     pairs = [(lm, settings)]
     if (name := own.compare) is not None:
@@ -181,7 +189,7 @@ def build_runs(
                 changes["steps"] = None
             pairs.append((lm, settings.model_copy(update=changes)))
         elif name in MODELS or Path(name).exists():
-            pairs.append((load(name, **place), settings))
+            pairs.append((open_model(name), settings))
         else:
             known = (
                 f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
@@ -282,6 +290,8 @@ def score(
         int, typer.Option(min=1, help="Rows per batch; does not change the result.")
     ] = 64,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Compute the likelihood of texts: nats per token with their standard error, perplexity and bits per byte.
@@ -305,7 +315,8 @@ def score(
         from adlm.bundled import DEFAULT
         from adlm.text.lm import load
 
-        lm, began = load(model or DEFAULT, device=device), time.perf_counter()
+        lm = load(model or DEFAULT, device=device, network=network, objective=objective)
+        began = time.perf_counter()
         with output.status_console().status("scoring …"):
             scores = lm.score(inputs, draws=draws, seed=seed, batch=batch)
     is_causal = lm.row_format.is_causal

@@ -116,10 +116,12 @@ class AdlmLM(HarnessModel):
         max_gen_toks: int = MAX_GEN_TOKS,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
+        network: str | None = None,
+        objective: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.lm = load(str(pretrained), device=device)
+        self.lm = load(str(pretrained), device=device, network=network, objective=objective)
         check_whole_numbers(1, draws=draws, steps=steps, max_gen_toks=max_gen_toks)
         check_whole_numbers(0, seed=seed)
         self.batch = AUTO_BATCH if str(batch_size).startswith("auto") else int(batch_size)

@@ -28,6 +28,8 @@ class RayOptions(BaseModel):
     max_rows: int = Field(64, ge=1)
     max_waiting: int = Field(256, ge=1)
     deterministic: bool = False
+    network: str | None = None  # module:object, of a model folder whose network is not built in
+    objective: str | None = None  # likewise
     api_key: str | None = Field(default_factory=lambda: os.environ.get("ADLM_API_KEY"), repr=False)
 
 
@@ -36,7 +38,13 @@ class Replica:
     """A process with the model and its app."""
 
     def __init__(self, options: RayOptions) -> None:
-        lm = load(options.model, device=options.device, deterministic=options.deterministic)
+        lm = load(
+            options.model,
+            device=options.device,
+            deterministic=options.deterministic,
+            network=options.network,
+            objective=options.objective,
+        )
         lm.generate(max_new_tokens=1, steps=None if lm.row_format.is_causal else 1)  # warm-up
         limits = EngineLimits(max_rows=options.max_rows, max_waiting=options.max_waiting)
         self.server = create_app(lm, limits=limits, api_key=options.api_key)

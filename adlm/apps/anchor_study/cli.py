@@ -48,6 +48,8 @@ def anchors(
     seed: options.Seed = 0,
     batch: RowBatch = 16,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     out: OutFolder = None,
     is_json: options.Json = False,
 ) -> None:

@@ -46,6 +46,8 @@ def code(
     batch: options.Batch = 16,
     out: OutFolder = None,
     device: options.Device = "auto",
+    network: options.Network = None,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Measure Python code: the share of generated and filled-in functions that parse, or pass@k of problems.
