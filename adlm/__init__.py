@@ -20,13 +20,16 @@ if TYPE_CHECKING:  # `as`: type checkers take the names as public
     from adlm.diffusion.objectives import training_loss as training_loss
     from adlm.diffusion.rng import CounterRng as CounterRng
     from adlm.diffusion.samplers import build_sampler as build_sampler
-    from adlm.generate import (
-        compile_for_sampling as compile_for_sampling,
-    )
-    from adlm.generate import (
-        stream_tokens as stream_tokens,
-    )
+    from adlm.diffusion.sampling import Column as Column
+    from adlm.diffusion.sampling import Frame as Frame
+    from adlm.diffusion.sampling import Move as Move
+    from adlm.diffusion.sampling import Row as Row
+    from adlm.diffusion.sampling import RunningBatch as RunningBatch
+    from adlm.diffusion.sampling import Sampler as Sampler
+    from adlm.diffusion.sampling import View as View
+    from adlm.diffusion.sampling import sample as sample
     from adlm.likelihood import estimate_nll as estimate_nll
+    from adlm.models.evaluator import build_evaluator as build_evaluator
     from adlm.models.language_model import LanguageModel as LanguageModel
     from adlm.models.methods import build_config as build_config
     from adlm.settings import (
@@ -49,19 +52,26 @@ __version__ = "0.1.0"
 # Name -> the module that defines it.
 _EXPORTS = {
     "LM": "adlm.text.lm",
+    "Column": "adlm.diffusion.sampling",
     "Config": "adlm.config",
     "CounterRng": "adlm.diffusion.rng",
     "ForwardProcess": "adlm.diffusion.masking",
+    "Frame": "adlm.diffusion.sampling",
     "GenerationOutput": "adlm.text.lm",
     "Hole": "adlm.text.templates",
     "LanguageModel": "adlm.models.language_model",
+    "Move": "adlm.diffusion.sampling",
+    "Row": "adlm.diffusion.sampling",
+    "RunningBatch": "adlm.diffusion.sampling",
+    "Sampler": "adlm.diffusion.sampling",
     "SamplingArguments": "adlm.settings",
     "SamplingParams": "adlm.diffusion.categorical",
     "SamplingSettings": "adlm.settings",
     "Trajectory": "adlm.view.trajectory",
+    "View": "adlm.diffusion.sampling",
     "build_config": "adlm.models.methods",
+    "build_evaluator": "adlm.models.evaluator",
     "build_sampler": "adlm.diffusion.samplers",
-    "compile_for_sampling": "adlm.generate",
     "corrupt": "adlm.diffusion.masking",
     "estimate_nll": "adlm.likelihood",
     "evaluate": "adlm.evaluate",
@@ -71,7 +81,7 @@ _EXPORTS = {
     "open_data": "adlm.data.shards",
     "prepare": "adlm.data.prepare",
     "rare_in_sequence": "adlm.diffusion.anchors",
-    "stream_tokens": "adlm.generate",
+    "sample": "adlm.diffusion.sampling",
     "train": "adlm.training.loop",
     "training_loss": "adlm.diffusion.objectives",
     "write_gif": "adlm.view.gif",

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, TensorRows, is_valid
-from adlm.diffusion import orders
 from adlm.diffusion.features import (
     FeatureModel,
     compute_features,
@@ -29,6 +28,8 @@ from adlm.diffusion.features import (
 from adlm.diffusion.objectives import Objective, ScoredRows, default_objective
 from adlm.diffusion.plans import EPS
 from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.diffusion.samplers import negative_entropy, prob_margin, top_prob
+from adlm.diffusion.sampling import ScoreFn
 from adlm.diffusion.schedules import LogLinear, noise_level
 from adlm.diffusion.selected import MAX_LOGIT_ROWS
 from adlm.distributed import Ranks
@@ -38,8 +39,11 @@ from adlm.models.network import fold_network
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
 MAX_ENUMERATED = 6  # scored tokens of which all sets are hidden in turn: at most 63 evaluations
 LEFT_TO_RIGHT, RANDOM = "left_to_right", "random"
-SCORES = {"confidence": orders.confidence(1).score, "margin": orders.margin(1).score}
-SCORES |= {"entropy": orders.entropy_bounded().score}  # of logits; the highest is revealed next
+SCORES: dict[str, ScoreFn] = {  # of logits; the highest is revealed next
+    "confidence": top_prob,
+    "margin": prob_margin,
+    "entropy": negative_entropy,
+}
 ORDERS = (LEFT_TO_RIGHT, *SCORES, RANDOM)
 MAX_TIE = 1e-6  # scores that are no further apart are equal
 

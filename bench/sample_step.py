@@ -9,14 +9,29 @@ from functools import partial
 import torch
 
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.denoising import SamplerState, reverse_step
-from adlm.diffusion.plans import remask_loop
+from adlm.diffusion.plans import Plan, remask_loop
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.generate import compile_for_sampling
+from adlm.diffusion.sampling import Change, Row, RunningBatch
+from adlm.models.evaluator import build_evaluator
 from bench import setting
 from bench.plain import plain_step
 
 TOP_P = 0.9
+
+
+def draw_change(running: RunningBatch[Row], row: int, step: int) -> Change:
+    """Return what a plan changes in a row at a step, of which something is revealed."""
+    slot = running.slots[row]
+    plan = slot.row.sampler
+    assert isinstance(plan, Plan)
+    rng = CounterRng.from_seed(0, torch.tensor([row]))
+    u, u_token = (x[0, 0].numpy() for x in rng.pairs(step, 1, len(slot.is_hidden), Purpose.SAMPLE))
+    reveal = (u < float(plan[step].reveal_prob)) & slot.is_hidden
+    reveal[slot.hidden[0]] = True
+    hide = (u < float(plan[step].remask_prob)) & slot.is_free & ~slot.is_hidden
+    return Change(
+        step, reveal.nonzero()[0], hide.nonzero()[0], u_token[reveal], float(plan.noise_level[step])
+    )
 
 
 @torch.no_grad()
@@ -24,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
     size, device = setting.choose_size(args), args.device
     is_cuda = device.startswith("cuda")
     model = setting.build_model(size, args.bridge, dropout=0.0).eval()
-    fast = compile_for_sampling(model, device)
+    fast = build_evaluator(model, device, is_compiled=is_cuda)
     model = model.to(device, torch.bfloat16 if is_cuda else torch.float32)
     if is_cuda:
         model.compile_layers()
@@ -37,26 +52,36 @@ def main(args: argparse.Namespace) -> None:
         rng = CounterRng.from_seed(0, batch_size)
         half = rng.uniform(0, length, Purpose.MASK).argsort(-1) < length // 2
         xt = torch.where(half.to(device), setting.MASK, x0)
-        everywhere, sampling = torch.ones_like(half), SamplingParams(top_p=TOP_P)
-        state = SamplerState(
-            xt.clone(), half, everywhere, fast.predict, fast.logits_at, setting.MASK, rng, sampling
-        )
+        sampling = SamplingParams(top_p=TOP_P)
+        texts = [
+            Row(tokens, plan, seed=0, number=number, sampling=sampling)
+            for number, tokens in enumerate(xt.cpu())
+        ]
+        running = RunningBatch(fast, texts)
+        changes = {
+            number: draw_change(running, number, len(plan) // 2) for number in range(batch_size)
+        }
+        steps = 0
 
         def ours(
-            state: SamplerState = state, xt: torch.Tensor = xt, half: torch.Tensor = half
+            running: RunningBatch[Row] = running,
+            changes: dict[int, Change] = changes,
+            start: torch.Tensor = running.tokens,
         ) -> None:
-            """Take a step of the sampling loop, from the same half-masked tokens each time."""
-            state.xt.copy_(xt)
-            state.is_hidden = half
-            reverse_step(state, transition, state.sampling)
+            """Evaluate and draw what the plan changes in this step, from the same half-masked tokens each time."""
+            nonlocal steps
+            steps += 1
+            running.tokens = start
+            features = running.evaluate(changes, [])
+            running.write_tokens(changes, running.draw(changes, features))
 
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         repeats = args.repeats or 50
         our_times = setting.time_steps(ours, 10 if is_cuda else 2, repeats, device)
         our_peak = setting.get_peak_gib(device)
-        nfe = int(state.nfe.min())
-        assert nfe == state.step, "every row must be evaluated in every step"
+        nfe = min(slot.nfe for slot in running.slots)
+        assert nfe == steps, "every row must be evaluated in every step"
         mid, half_range = setting.compute_spread(our_times)
         plain_mid, plain_half, plain_peak = float("nan"), 0.0, None
         if not args.no_plain:

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import deque
 
 import torch
 
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.plans import remask_loop
-from adlm.generate import compile_for_sampling, stream_tokens
+from adlm.diffusion.sampling import Row, fill_rows
+from adlm.models.evaluator import build_evaluator
 from bench import setting
 
 
 def main(args: argparse.Namespace) -> None:
     size, device = setting.choose_size(args), args.device
     length = setting.SIZES[size][1]
-    predictor = compile_for_sampling(setting.build_model(size, args.bridge, dropout=0.0), device)
+    model = setting.build_model(size, args.bridge, dropout=0.0)
+    evaluator = build_evaluator(model, device, is_compiled=device.startswith("cuda"))
     sampling = SamplingParams(top_p=0.9)
-    xt = torch.full((args.batch, length), setting.MASK)
-    for _ in stream_tokens(predictor, xt, remask_loop(64), seed=0, sampling=sampling):
-        pass  # warm-up: compiles for the batch sizes that occur
+
+    def build_rows(steps: int, seed: int) -> list[Row]:
+        plan = remask_loop(steps)
+        hidden = torch.full((length,), setting.MASK)
+        return [
+            Row(hidden, plan, seed=seed, number=number, sampling=sampling)
+            for number in range(args.batch)
+        ]
+
+    fill_rows(evaluator, build_rows(64, 0))  # warm-up: compiles for the numbers of rows that occur
+    rows = build_rows(args.steps, 1)
     start = time.perf_counter()
-    (last,) = deque(
-        stream_tokens(predictor, xt, remask_loop(args.steps), seed=1, sampling=sampling), maxlen=1
-    )
-    tokens = last.tokens.cpu()
+    tokens = torch.stack(fill_rows(evaluator, rows)).cpu()
     seconds = time.perf_counter() - start
     assert not (tokens == setting.MASK).any()
-    evaluated = float(last.nfe.float().mean()) / args.steps
+    evaluated = sum(row.nfe for row in rows) / args.batch / args.steps
     record = {
         **setting.describe_machine("samples", device),
         "samples_per_s": round(args.batch / seconds, 4),

@@ -22,8 +22,8 @@ from adlm.bundled import DEFAULT
 from adlm.data.tokenizers import load_tokenizer
 from adlm.models.folder import LoadedModel
 from adlm.serve.engine import Engine, EngineLimits, generate_rows
-from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow, load
+from adlm.text.generation import GenerationRequest, TextRow
+from adlm.text.lm import LM, load
 from bench.setting import (
     SIZES,
     build_model,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import httpx
 
 
-async def run_requests(engine: Engine, requests: list[GenerationRequest]) -> list[GeneratedRow]:
+async def run_requests(engine: Engine, requests: list[GenerationRequest]) -> list[TextRow]:
     """Submit all requests at once and return their rows."""
     rows = await asyncio.gather(*(generate_rows(engine, request) for request in requests))
     return [row for each in rows for row in each]
@@ -197,7 +197,7 @@ def measure_engine(args: argparse.Namespace) -> None:
         device=args.device,
     )
     is_cuda, rows, results = lm.device.type == "cuda", [], []
-    weights = sum(p.numel() * p.element_size() for p in lm.predictor.model.parameters()) / 2**30
+    weights = sum(p.numel() * p.element_size() for p in lm.evaluator.model.parameters()) / 2**30
 
     def run(
         engine: Engine, count: int, length: int, steps: int, *, together: bool

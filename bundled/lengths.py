@@ -72,7 +72,7 @@ def main() -> None:
         ):
             continue
         layout = lm.row_format.layout_template(
-            (before, Hole(1, MAX_HOLE), after), lambda: lm.predictor
+            (before, Hole(1, MAX_HOLE), after), lambda: lm.evaluator
         )
         truth.append(length)
         chosen.append(next(span.end - span.start for span in layout.spans if span.texts is None))

@@ -8,14 +8,15 @@ import torch
 import adlm
 from adlm.data.batches import Batch
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import SamplingParams, TokenLimits, draw
+from adlm.diffusion.categorical import SamplingParams, draw
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import MaskedDiffusion, NextToken, training_loss
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.samplers import build_sampler
+from adlm.diffusion.samplers import LeftToRight, build_sampler
+from adlm.diffusion.sampling import Row, RunningBatch, fill_rows
 from adlm.diffusion.selected import compute_loss_and_grad
-from adlm.generate import compile_for_sampling, stream_tokens
+from adlm.models.evaluator import build_evaluator
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import build_config
 from adlm.models.transformer import unpad
@@ -28,7 +29,7 @@ pytestmark = [
 VOCAB, MASK = 9001, 17
 
 
-def small_model(**changes):
+def small_model(method="adlm", **changes):
     sizes = {
         "vocab_size": VOCAB,
         "mask_id": MASK,
@@ -37,7 +38,7 @@ def small_model(**changes):
         "heads": 2,
         "dropout": 0.0,
     }
-    config = build_config("adlm", "nano", **sizes, **changes)
+    config = build_config(method, "nano", **sizes, **changes)
     model, rng = LanguageModel(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -209,42 +210,116 @@ def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length
         assert error < 0.03, f"{name}: relative error {float(error):.3f}"
 
 
-def test_a_graph_gives_the_features_of_the_model():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_graphs_give_the_features_of_the_model(is_compiled):
+    """In every bucket of rows and lengths, with padding and without, and again when a graph is used again."""
     model = small_model()
-    predictor = compile_for_sampling(model, "cuda", torch.float32)
-    for rows in (4, 3, 1):
-        xt = random_rows(rows)
+    evaluator = build_evaluator(model, "cuda", torch.float32, is_compiled=is_compiled)
+    for rows, length in ((4, 64), (3, 64), (1, 64), (5, 40), (7, 64), (9, 33), (5, 40)):
+        xt = random_rows(rows, length)
         xt[:, ::2] = MASK
+        valid = torch.arange(length) < torch.arange(length - rows + 1, length + 1)[:, None]
+        for padding in (None, valid):
+            with torch.no_grad():
+                expected = model.cpu()(xt, valid=padding).final
+                ours = evaluator.features(xt.cuda(), torch.zeros(rows), padding)
+            is_text = torch.ones_like(valid) if padding is None else valid
+            ours = ours[:, :length].cpu()[is_text]
+            torch.testing.assert_close(ours, expected[is_text], atol=5e-3, rtol=5e-3)
+    assert len(evaluator.graphs) <= 9
+
+
+def build_rows(count, sampler, length=64, numbers=None, **options):
+    """Rows that are hidden everywhere."""
+    hidden = torch.full((length,), MASK)
+    return [
+        Row(hidden, sampler, number=number, sampling=SamplingParams(top_p=0.9), **options)
+        for number in numbers or range(count)
+    ]
+
+
+ALL = ["remask_loop", "ancestral", "remask_conf", "first_hitting", "confidence", "entropy_bounded"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_of_a_fixed_batch_do_not_depend_on_their_neighbors(name):
+    options = {} if name in ("first_hitting", "entropy_bounded") else {"steps": 16}
+    sampler = build_sampler(name, **options)
+    evaluator = build_evaluator(small_model(), "cuda", fixed_batch=4)
+    together = torch.stack(fill_rows(evaluator, build_rows(10, sampler, seed=1)))
+    assert not (together == MASK).any()
+    for number in (0, 5, 9):
+        (alone,) = fill_rows(evaluator, build_rows(1, sampler, numbers=[number], seed=1))
+        assert torch.equal(alone, together[number])
+
+
+@pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_causal_rows_of_a_fixed_batch_do_not_depend_on_their_neighbors(method):
+    model, is_fixed = small_model(method), torch.arange(64) < torch.arange(1, 11)[:, None]
+    evaluator = build_evaluator(model, "cuda", fixed_batch=4)
+
+    def make(number):
+        tokens = random_rows(10)[number]
+        fixed = is_fixed[number]
+        return Row(tokens, LeftToRight(), fixed, number=number, sampling=SamplingParams(top_p=0.9))
+
+    alone = [fill_rows(evaluator, [make(number)])[0] for number in range(10)]
+    running, rows = RunningBatch(evaluator), [make(number) for number in range(10)]
+    waiting = list(rows)
+    while waiting or running.rows:
+        running.join(waiting[:2])
+        waiting = waiting[2:]
+        running.step()
+    for row, expected in zip(rows, alone, strict=True):
+        assert torch.equal(row.filled, expected)
+
+
+def test_causal_caches_give_the_features_of_the_whole_row():
+    model = small_model("a2r")
+    evaluator = build_evaluator(model, "cuda", torch.float32).open()
+    rows = [Row(x, LeftToRight(), torch.arange(64) < 8) for x in random_rows(5)]
+    xt = random_rows(5).cuda()
+    for position in ([8, 8, 8, 8, 8], [9, 9, 9, 9, 9], [12, 10, 10, 30, 10]):
+        at = torch.tensor(position)
         with torch.no_grad():
-            expected = model.cpu()(xt).final
-            ours = predictor.predict(xt.cuda(), torch.zeros(rows), None)
-        torch.testing.assert_close(ours.cpu(), expected, atol=5e-3, rtol=5e-3)
+            ours = evaluator.features(xt, torch.zeros(5), None, rows, at.numpy())
+            expected = evaluator.model(xt).final
+        index = torch.arange(5)
+        torch.testing.assert_close(ours[index, at], expected[index, at - 1], atol=5e-3, rtol=5e-3)
 
 
-@pytest.mark.parametrize("name", ["remask_loop", "remask_conf", "first_hitting", "confidence"])
-def test_rows_of_a_fixed_batch_do_not_depend_on_their_neighbours(name):
-    options = {} if name == "first_hitting" else {"steps": 16}
-    sampler, sampling = build_sampler(name, **options), SamplingParams(top_p=0.9)
-    predictor = compile_for_sampling(small_model(), "cuda", fixed_batch=4)
-    xt = torch.full((10, 64), MASK)
-    *_, together = stream_tokens(predictor, xt, sampler, seed=1, sampling=sampling)
-    assert not (together.tokens == MASK).any()
-    for row in (0, 5):
-        rows = torch.tensor([row])
-        *_, alone = stream_tokens(predictor, xt[:1], sampler, seed=1, rows=rows, sampling=sampling)
-        assert torch.equal(alone.tokens[0], together.tokens[row])
+def test_a_running_batch_with_joins_reads_tokens_late_and_whole():
+    """The server's texts on a GPU are those of `generate` where every evaluation has the same shape."""
+    import asyncio
+
+    from adlm.serve.engine import Engine, EngineLimits, generate_rows
+
+    lm = adlm.load(device="cuda", deterministic=True)
+    requests = [
+        lm.build_request("The old man ", length=40 + seed, seed=seed, steps=12 + seed)
+        for seed in range(6)
+    ]
+
+    async def run(engine):
+        rows = await asyncio.gather(*(generate_rows(engine, request) for request in requests))
+        return [row.text for each in rows for row in each]
+
+    with Engine(lm, EngineLimits(max_rows=4)) as engine:
+        served = asyncio.run(run(engine))
+    assert served == [lm.run_request(request).texts[0] for request in requests]
 
 
 def test_prompts_are_kept():
-    predictor = compile_for_sampling(small_model(), "cuda")
+    evaluator = build_evaluator(small_model(), "cuda")
     xt = random_rows(4)
     xt[:, 20:50] = MASK
-    *_, last = stream_tokens(
-        predictor, xt, remask_loop(32, eta=0.5), seed=3, sampling=SamplingParams(top_p=0.9)
-    )
-    kept = xt != MASK
-    assert torch.equal(last.tokens.cpu()[kept], xt[kept])
-    assert not (last.tokens == MASK).any()
+    rows = [
+        Row(x, remask_loop(32, eta=0.5), number=k, sampling=SamplingParams(top_p=0.9))
+        for k, x in enumerate(xt)
+    ]
+    last, kept = torch.stack(fill_rows(evaluator, rows)).cpu(), xt != MASK
+    assert torch.equal(last[kept], xt[kept])
+    assert not (last == MASK).any()
 
 
 @pytest.mark.parametrize("sampler", ["remask_loop", "confidence"])
@@ -252,17 +327,11 @@ def test_banned_tokens_are_never_drawn_where_the_head_is_wider_than_the_vocabula
     allowed = torch.arange(100, 140)
     banned = torch.ones(2, VOCAB, dtype=torch.bool)
     banned[0, allowed], banned[1, allowed[0]] = False, False
-    kind = torch.zeros(3, 32, dtype=torch.int64)
-    kind[:, 5] = 1
-    *_, frame = stream_tokens(
-        compile_for_sampling(small_model(), "cuda"),
-        torch.full((3, 32), MASK),
-        build_sampler(sampler, steps=16),
-        seed=0,
-        sampling=SamplingParams(top_p=0.9),
-        limits=TokenLimits(kind, banned),
-    )
-    tokens = frame.tokens.cpu()
+    kinds = torch.zeros(32, dtype=torch.int64)
+    kinds[5] = 1
+    evaluator, plan = build_evaluator(small_model(), "cuda"), build_sampler(sampler, steps=16)
+    rows = build_rows(3, plan, length=32, kinds=kinds)
+    tokens = torch.stack(fill_rows(evaluator, rows, banned=banned)).cpu()
     assert torch.isin(tokens, allowed).all() and (tokens[:, 5] == allowed[0]).all()
 
 

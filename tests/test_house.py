@@ -45,7 +45,7 @@ STATEMENTS = (
     "import adlm.evaluate as evaluate; evaluate.perplexity",
     "import adlm.evaluate.ppl as ppl, adlm.evaluate; ppl.compare; assert callable(adlm.evaluate.perplexity)",
     "import adlm; adlm.evaluate.perplexity; adlm.load",
-    "from adlm.diffusion import corrupt, denoise, training_loss",
+    "from adlm.diffusion import corrupt, sample, training_loss",
     "from adlm.models import LanguageModel, ModelConfig",
 )
 FORK = """

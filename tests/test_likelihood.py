@@ -22,8 +22,8 @@ from adlm.diffusion.objectives import (
     token_nll,
     training_loss,
 )
-from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.diffusion.samplers import first_hitting
 from adlm.diffusion.schedules import SCHEDULES, LogLinear, loss_weight, missing_share, noise_level
 from adlm.diffusion.selected import selected_loss
 from adlm.likelihood import (

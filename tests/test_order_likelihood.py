@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adlm.data.batches import TensorRows, is_valid
-from adlm.diffusion.orders import Order, confidence, entropy_bounded, first_hitting, margin
+from adlm.diffusion.samplers import confidence, entropy_bounded, first_hitting, margin
+from adlm.diffusion.sampling import Sampler
 from adlm.likelihood import ORDERS, SCORES, estimate_nll, estimate_order_nll
 from adlm.models.language_model import LanguageModel
 from tests.world import TinyWorld, exact_law, random_model
@@ -39,7 +40,7 @@ def test_every_deterministic_order_is_a_distribution_over_texts(length: int) -> 
         assert max(float((a - b).abs().max()) for a, b in itertools.combinations(found, 2)) > 0.1
 
 
-SAMPLERS: list[tuple[Order, int | None, str]] = [  # sampler, block, order
+SAMPLERS: list[tuple[Sampler, int | None, str]] = [  # sampler, block, order
     *((make(3), None, make(1).name) for make in (confidence, margin)),
     (entropy_bounded(0.0), None, "entropy"),
     (confidence(1), 1, "left_to_right"),
@@ -47,7 +48,7 @@ SAMPLERS: list[tuple[Order, int | None, str]] = [  # sampler, block, order
 
 
 @pytest.mark.parametrize(("sampler", "block", "order"), SAMPLERS)
-def test_it_is_the_law_of_the_sampler(sampler: Order, block: int | None, order: str) -> None:
+def test_it_is_the_law_of_the_sampler(sampler: Sampler, block: int | None, order: str) -> None:
     world = WORLDS[3]
     law = exact_law(world, sampler, block=block)[world.texts]
     torch.testing.assert_close(

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_map
 import adlm
 from adlm import files
 from adlm.diffusion.categorical import SamplingParams, draw
-from adlm.diffusion.samplers import SAMPLERS, takes_steps
+from adlm.diffusion.samplers import SAMPLERS, LeftToRight, takes_steps
 from adlm.likelihood import estimate_nll, estimate_order_nll
 from adlm.models.methods import METHODS, build_config
+from tests.world import fill
 
 MPS, CPU = torch.device("mps"), torch.device("cpu")
 
@@ -193,18 +194,11 @@ def sample(method: str, sampler: Any, device: str) -> list[list[int]]:
     xt = torch.full((2, 12), 39)
     xt[:, :2] = torch.tensor([3, 5])
     is_fixed = torch.arange(12).expand(2, 12) < 2
-    predictor = adlm.compile_for_sampling(tiny_model(method), device)
-    assert predictor.head[0].device == predictor.model.embed.weight.device == torch.device(device)
-    frames = adlm.stream_tokens(
-        predictor,
-        xt,
-        None if is_causal else sampler,
-        seed=3,
-        is_fixed=is_fixed,
-        sampling=SamplingParams(top_p=0.9),
-    )
-    *_, frame = frames
-    return list(frame.tokens.cpu().tolist())
+    evaluator = adlm.build_evaluator(tiny_model(method), device)
+    assert evaluator.model.head.weight.device == torch.device(device)
+    sampler = LeftToRight() if is_causal else sampler
+    options: dict[str, Any] = {"is_fixed": is_fixed, "sampling": SamplingParams(top_p=0.9)}
+    return list(fill(evaluator, xt, sampler, seed=3, **options).cpu().tolist())
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

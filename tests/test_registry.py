@@ -11,10 +11,10 @@ import torch
 from adlm.diffusion.anchors import ANCHOR_RULES, build_anchor_rule, every_token
 from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import OBJECTIVES, ScoreEntropy, training_loss
-from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.samplers import SAMPLERS, build_sampler
+from adlm.diffusion.sampling import Sampler
 from adlm.diffusion.schedules import SCHEDULES, build_schedule
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS, PRESETS, build_config
@@ -41,7 +41,7 @@ def test_the_error_of_an_unknown_name_lists_the_known_ones(kind):
 def test_every_sampler_can_be_built_and_checks_its_options(name):
     options = {} if name in NEEDS_NO_STEPS else {"steps": 4}
     sampler = build_sampler(name, **options)
-    assert isinstance(sampler, Plan | Order) and sampler.name == name
+    assert isinstance(sampler, Plan | Sampler) and sampler.name == name
     wrong = {"speed": 3} if name not in NEEDS_NO_STEPS else {"steps": 4}
     with pytest.raises(
         ValueError, match=f"unknown {name} option '{next(iter(wrong))}': expected one of "

@@ -21,8 +21,9 @@ from adlm.diffusion.categorical import (
     drop_unlikely,
     find_candidates,
 )
-from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
+from adlm.diffusion.samplers import ByScore, EntropyBounded, FirstHitting, RemaskByConfidence
+from adlm.diffusion.sampling import Evaluator, Row, Sampler, fill_rows
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.methods import METHODS, build_config
 
@@ -79,6 +80,30 @@ def small_model(method: str = "adlm", **changes: object) -> LanguageModel:
     """A random model of 12 tokens and length 20: large enough for contexts to differ."""
     size = {"vocab_size": VOCAB, "mask_id": MASK, "length": 20, "dim": 16, "seed": 3, "scale": 0.6}
     return random_model(method, **(size | changes))  # type: ignore[arg-type]
+
+
+def fill(
+    evaluator: Evaluator,
+    xt: Tensor,
+    sampler: Plan | Sampler,
+    *,
+    numbers: Tensor | None = None,
+    is_fixed: Tensor | None = None,
+    banned: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The tokens (B, L) of rows that are sampled together."""
+    rows = [
+        Row(
+            x,
+            sampler,
+            None if is_fixed is None else is_fixed[k],
+            number=k if numbers is None else int(numbers[k]),
+            **options,
+        )
+        for k, x in enumerate(xt)
+    ]
+    return torch.stack(fill_rows(evaluator, rows, banned=banned))
 
 
 def random_tokens(rows: int, length: int = 16, vocab: int = MASK, seed: int = 0) -> Tensor:
@@ -216,7 +241,7 @@ def ancestral_law(world: TinyWorld, steps: int) -> Tensor:
 
 def plan_law(
     world: TinyWorld,
-    plan: Plan,
+    sampler: Plan | RemaskByConfidence,
     sampling: SamplingParams,
     start: Tensor,
     is_free: Tensor,
@@ -226,6 +251,8 @@ def plan_law(
 
     A state is its tokens and, for conf, the probability with which each of them was drawn.
     """
+    by_confidence = isinstance(sampler, RemaskByConfidence)
+    plan = sampler.plan if isinstance(sampler, RemaskByConfidence) else sampler
     if not plan.nucleus:
         sampling = SamplingParams(temperature=sampling.temperature)
     fill = SamplingParams(temperature=0.0) if plan.fill_argmax else sampling
@@ -238,7 +265,7 @@ def plan_law(
                 float(x[step]) for x in (plan.alpha_t, plan.alpha_s, plan.remask_prob)
             )
             kept = (
-                alpha_t if plan.by_confidence else (1 - sigma) * alpha_t
+                alpha_t if by_confidence else (1 - sigma) * alpha_t
             )  # conf remasks by its own shares
             reveal = min(1.0, max(0.0, (alpha_s - kept) / (1 - alpha_t)))
             table = world.probs(float(plan.noise_level[step]), sampling)
@@ -252,16 +279,13 @@ def plan_law(
                 if i not in free or (is_fill and i in visible):
                     choices.append([(tokens[i], drawn_with[i], 1.0)])
                 elif i in visible:
-                    remask = (
-                        sigma * math.exp(-drawn_with[i]) / doubt if plan.by_confidence else sigma
-                    )
+                    remask = sigma * math.exp(-drawn_with[i]) / doubt if by_confidence else sigma
                     choices.append(
                         [(tokens[i], drawn_with[i], 1 - remask), (world.mask, 0.0, remask)]
                     )
                 else:
                     drawn = [
-                        (v, p if plan.by_confidence else 0.0, reveal * p)
-                        for v, p in enumerate(probs[i])
+                        (v, p if by_confidence else 0.0, reveal * p) for v, p in enumerate(probs[i])
                     ]
                     choices.append([*drawn, (world.mask, 0.0, 1 - reveal)])
             for combination in itertools.product(*choices):
@@ -278,7 +302,7 @@ def plan_law(
 
 
 def choose_positions(
-    order: Order, probs: list[list[float]], hidden: list[int], step: int
+    order: ByScore | EntropyBounded, probs: list[list[float]], hidden: list[int], step: int
 ) -> list[int]:
     """The hidden positions that a scored order reveals next."""
     ordered = {i: sorted(probs[i], reverse=True) for i in hidden}
@@ -289,20 +313,19 @@ def choose_positions(
         "entropy_bounded": lambda i: entropies[i],
     }[order.name]
     ranked = sorted(hidden, key=score)
-    if order.entropy_bound is None:
-        assert order.steps is not None
+    if isinstance(order, ByScore):
         return ranked[: math.ceil(len(hidden) / max(order.steps - step, 1))]
     count = 1
     for n in range(2, len(ranked) + 1):
         costs = [entropies[i] for i in ranked[:n]]
-        if sum(costs) - max(costs) <= order.entropy_bound:
+        if sum(costs) - max(costs) <= order.bound:
             count = n
     return ranked[:count]
 
 
 def order_law(
     world: TinyWorld,
-    order: Order,
+    order: Sampler,
     sampling: SamplingParams,
     start: Tensor,
     is_free: Tensor,
@@ -318,9 +341,10 @@ def order_law(
             for state, mass in here.items():
                 hidden = [i for i in window if state[i] == world.mask]
                 number = int(world.number(torch.tensor(state)))
-                if order.score is None:
+                if isinstance(order, FirstHitting):
                     sets = [[i] for i in hidden] or [[]]
                 else:
+                    assert isinstance(order, ByScore | EntropyBounded)
                     sets = [choose_positions(order, plain[number], hidden, step)]
                 for chosen in sets:
                     for tokens in itertools.product(range(world.vocab), repeat=len(chosen)):
@@ -339,7 +363,7 @@ def order_law(
 
 def exact_law(
     world: TinyWorld,
-    sampler: Plan | Order,
+    sampler: Plan | Sampler,
     sampling: SamplingParams | None = None,
     start: Tensor | None = None,
     is_free: Tensor | None = None,
@@ -349,9 +373,9 @@ def exact_law(
     start = world.start() if start is None else start
     is_free = start == world.mask if is_free is None else is_free
     sampling = sampling or SamplingParams()
-    if isinstance(sampler, Order):
-        return order_law(world, sampler, sampling, start, is_free, block)
-    return plan_law(world, sampler, sampling, start, is_free, block)
+    if isinstance(sampler, Plan | RemaskByConfidence):
+        return plan_law(world, sampler, sampling, start, is_free, block)
+    return order_law(world, sampler, sampling, start, is_free, block)
 
 
 def chi_square_p(counts: Tensor, law: Tensor) -> float:

@@ -20,8 +20,8 @@ from adlm.settings import SamplingSettings
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
-    from adlm.text.generation import GenerationRequest
-    from adlm.text.lm import LM, GeneratedRow, GenerationOutput
+    from adlm.text.generation import GenerationRequest, TextRow
+    from adlm.text.lm import LM, GenerationOutput
     from adlm.view.trajectory import TrajectoryFrame
 
 output_option = partial(typer.Option, rich_help_panel="Output")
@@ -97,23 +97,19 @@ class GenerationRun:
     request: GenerationRequest
     title: str
     frames: list[TrajectoryFrame] = field(default_factory=list)
-    rows: list[GeneratedRow] = field(default_factory=list)
+    rows: list[TextRow] = field(default_factory=list)
     seconds: float = 0.0  # of sampling, without drawing and pauses
     output: GenerationOutput = field(init=False)
 
     def stream_first(self, guesses: int) -> Iterator[TrajectoryFrame]:
         """Sample the first text and yield its frames."""
-        from adlm.text.lm import GeneratedRow
-
         began = time.perf_counter()
         for step in self.lm.stream_request(self.request, guesses, count=1):
             self.frames.append(step.trajectory_frame())
             self.seconds += time.perf_counter() - began
             yield self.frames[-1]
             began = time.perf_counter()
-        stop = self.request.settings.stop
-        ids = step.frame.tokens[0].tolist()
-        self.rows.append(GeneratedRow(step.layouts[0], ids, step.nfe[0], stop=stop))
+        self.rows.append(step.frame.rows[0])
 
     def finish(self) -> None:
         """Sample the texts that are left, in batches."""

@@ -39,25 +39,6 @@ class SamplingParams:
         return type(self)(temperature=self.temperature, nucleus=self.nucleus)
 
 
-@dataclass(frozen=True)
-class TokenLimits:
-    """Banned tokens: every position has a kind, every kind its banned tokens."""
-
-    kind: Tensor  # (B, L), int64, on the host
-    banned: Tensor  # (kinds, V), bool, on the device
-
-    def __post_init__(self) -> None:
-        if bool(self.banned.all(-1).any()):
-            raise ValueError(
-                f"kind {int(self.banned.all(-1).nonzero()[0])} bans all tokens: allow at least one"
-            )
-
-    def apply(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Set the banned tokens of logits (N, V) at positions (N,) of the flattened batch to -inf."""
-        banned = self.banned[self.kind.flatten()[index].to(self.banned.device)]
-        return logits.masked_fill(banned, -torch.inf)
-
-
 class DrawnTokens(NamedTuple):
     """Tokens (N,) and the probability (N,) that each had when it was drawn."""
 

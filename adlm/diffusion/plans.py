@@ -1,7 +1,7 @@
 """The samplers of Algorithm 1 as tables of (alpha_t, alpha_s, sigma_t), with sigma_t called remask_prob here.
 
 Going from t to s, a hidden token is revealed with probability (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t), and
-a visible token is hidden again with probability sigma_t (`denoising.reverse_step`). A plan is the list of its
+a visible token is hidden again with probability sigma_t (`sampling.list_changes`). A plan is the list of its
 transitions: it can be printed, plotted and tested before any network runs.
 """
 
@@ -46,9 +46,6 @@ class Plan:
     alpha_s: Tensor
     remask_prob: Tensor
     noise_level: Tensor
-    by_confidence: bool = (
-        False  # remask_prob is split over a row's tokens, most of it for the least certain
-    )
     nucleus: bool = True  # whether top-p applies
     fill_argmax: bool = (
         False  # compat: what is hidden after the last step by argmax, and the lineage's nucleus
@@ -105,11 +102,9 @@ def remask_rescale(steps: int, *, eta: float = 0.015, compat: bool = False) -> P
 
 
 def remask_conf(steps: int, *, compat: bool = False) -> Plan:
-    """ReMDM conf: sigma = min(1, (1 - alpha_s) / alpha_t), split by `confidence_remask_prob`."""
+    """ReMDM conf: sigma = min(1, (1 - alpha_s) / alpha_t), which `samplers.RemaskByConfidence` splits."""
     t, s = _grid(steps, compat)
-    return _plan(
-        "remask_conf", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s), compat, by_confidence=True
-    )
+    return _plan("remask_conf", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s), compat)
 
 
 def remask_loop(

@@ -1,15 +1,14 @@
 """Samplers that are no plans, each one function of a view; all samplers by name, also by their names in other code."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from adlm.diffusion import orders, plans
-from adlm.diffusion.orders import Order
+from adlm.diffusion import plans
 from adlm.diffusion.plans import Plan, check_steps, confidence_remask_prob, mean_noise_level
 from adlm.diffusion.rng import Purpose
 from adlm.diffusion.sampling import (
@@ -27,6 +26,7 @@ from adlm.settings import (
     SamplingSettings,
     SettingsError,
     derive_settings,
+    name_sampler,
 )
 
 
@@ -44,6 +44,7 @@ class FirstHitting(Sampler):
     Of n hidden positions the next is revealed at time t u^(1/n).
     """
 
+    name: ClassVar[str] = "first_hitting"
     columns: ClassVar[Mapping[str, Column]] = {"time": Column(1.0)}
 
     def move(self, view: View) -> Move:
@@ -75,6 +76,9 @@ def negative_entropy(logits: Tensor) -> Tensor:
     return -torch.special.entr(logits.softmax(-1)).sum(-1)
 
 
+SCORE_NAMES: Mapping[ScoreFn, str] = {top_prob: "confidence", prob_margin: "margin"}
+
+
 @dataclass(frozen=True)
 class ByScore(Sampler):
     """The positions of highest score first, as many at a time as `steps` evaluations of a block allow."""
@@ -84,6 +88,11 @@ class ByScore(Sampler):
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+
+    @property
+    def name(self) -> str:
+        """The name of the score."""
+        return SCORE_NAMES.get(self.score, self.score.__name__)
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -106,6 +115,7 @@ class EntropyBounded(Sampler):
     That sum is a bound of what independent draws can cost.
     """
 
+    name: ClassVar[str] = "entropy_bounded"
     bound: float = field(compare=False)
     score: ScoreFn = negative_entropy
 
@@ -136,7 +146,16 @@ class RemaskByConfidence(Sampler):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.name = plan.name
         self.hides_until = count_hiding_steps(plan)
+        columns = (plan.alpha_t, plan.alpha_s, plan.remask_prob, plan.noise_level)
+        self.table = tuple(column.numpy().tobytes() for column in columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemaskByConfidence) and other.table == self.table
+
+    def __hash__(self) -> int:
+        return hash(self.table)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -161,6 +180,8 @@ class RemaskByConfidence(Sampler):
 @dataclass(frozen=True)
 class LeftToRight(Sampler):
     """One position after the other: for causal models, and for masked ones."""
+
+    name: ClassVar[str] = "left_to_right"
 
     def move(self, view: View) -> Move:
         return Move(view.is_hidden & (view.is_hidden.cumsum(-1) == 1))
@@ -191,21 +212,21 @@ def remask_conf(steps: int, *, compat: bool = False) -> RemaskByConfidence:
     return RemaskByConfidence(plans.remask_conf(steps, compat=compat))
 
 
-SAMPLERS: Registry[Callable[..., Plan | Order]] = Registry(
+SAMPLERS: Registry[Callable[..., Plan | Sampler]] = Registry(
     "sampler",
     {
         "ancestral": plans.ancestral,
         "forward_backward": plans.forward_backward,
         "remask_cap": plans.remask_cap,
         "remask_rescale": plans.remask_rescale,
-        "remask_conf": plans.remask_conf,
+        "remask_conf": remask_conf,
         "remask_loop": plans.remask_loop,
         "ddpm": plans.ddpm,
         "dfm": plans.dfm,
-        "first_hitting": orders.first_hitting,
-        "confidence": orders.confidence,
-        "margin": orders.margin,
-        "entropy_bounded": orders.entropy_bounded,
+        "first_hitting": first_hitting,
+        "confidence": confidence,
+        "margin": margin,
+        "entropy_bounded": entropy_bounded,
     },
     aliases={  # in MDLM, ReMDM, LLaDA and Dream
         "mdlm": "ancestral",
@@ -231,7 +252,7 @@ def choose_sampler(
     hidden: int,
     default: str = DEFAULT_SAMPLER,
     allow_import: bool = False,
-) -> tuple[Plan | Order, dict[str, Any]]:
+) -> tuple[Plan | Sampler, dict[str, Any]]:
     """Build the sampler for rows of at most `hidden` hidden tokens, and describe it."""
     sampler = default if settings.sampler is None else settings.sampler
     if not isinstance(sampler, str):
@@ -248,17 +269,17 @@ def choose_sampler(
     return factory(**options), {"sampler": sampler, **options}
 
 
-def use_built(sampler: object, settings: SamplingSettings) -> tuple[Plan | Order, dict[str, Any]]:
+def use_built(sampler: object, settings: SamplingSettings) -> tuple[Plan | Sampler, dict[str, Any]]:
     """Check that a sampler which is built already stands alone, and describe it."""
-    if not isinstance(sampler, Plan | Order):
-        expected = "expected a name, or a plan or an order as adlm.build_sampler returns it"
+    if not isinstance(sampler, Plan | Sampler):
+        expected = "expected a name, or a plan or a sampler as adlm.build_sampler returns it"
         raise SettingsError({"sampler": sampler}, f"{expected}; leave it out for the default")
     own = {"steps": settings.steps, "options": settings.options}
     given = {name: value for name, value in own.items() if value is not None}
     if given:
         raise SettingsError(given, "the sampler is built already, with its own; leave it out")
-    steps = {"steps": len(sampler)} if isinstance(sampler, Plan) else {}
-    return sampler, {"sampler": sampler.name, **steps}
+    steps = {"steps": len(sampler)} if isinstance(sampler, Sized) else {}
+    return sampler, {"sampler": name_sampler(sampler), **steps}
 
 
 def read_options(
@@ -279,7 +300,7 @@ def choose_steps(factory: Callable[..., Any], steps: int | None, hidden: int) ->
     """Return the steps: by default DEFAULT_STEPS; confidence and margin reveal one token a step."""
     if steps is not None:
         return steps
-    return hidden if factory in (orders.confidence, orders.margin) else DEFAULT_STEPS
+    return hidden if factory in (confidence, margin) else DEFAULT_STEPS
 
 
 def refuse_samplers(settings: SamplingSettings) -> None:
@@ -294,6 +315,6 @@ def refuse_samplers(settings: SamplingSettings) -> None:
         raise SettingsError(given, problem)
 
 
-def build_sampler(name: str, **options: Any) -> Plan | Order:
-    """Build a plan or an order by name, with its own options (steps, eta, …)."""
+def build_sampler(name: str, **options: Any) -> Plan | Sampler:
+    """Build a sampler by name, with its own options (steps, eta, …)."""
     return build(SAMPLERS, name, options)

@@ -73,9 +73,15 @@ class View:
     scores: Tensor | None = None  # (n, L): of the hidden positions
 
     @cached_property
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Two uniform numbers (n, L) of each position in this step; tokens are drawn with the second."""
+        first, second = self.rng.pairs(0, 1, self.is_hidden.shape[1], Purpose.SAMPLE)
+        return first[0], second[0]
+
+    @property
     def u(self) -> Tensor:
         """A uniform number (n, L) of each position in this step."""
-        return self.rng.uniform(0, self.is_hidden.shape[1], Purpose.SAMPLE)
+        return self.numbers[0]
 
     @cached_property
     def noise_level(self) -> Tensor:
@@ -613,6 +619,7 @@ class RunningBatch(Generic[R]):
         is_last = [None] * len(levels) if move.is_last is None else move.is_last.tolist()
         reveals = move.reveal.numpy()
         hides = None if move.hide is None else move.hide.numpy()
+        are_made = "numbers" in vars(view)
         changes: Changes = {}
         for k, i in enumerate(group.members):
             slot = self.slots[i]
@@ -620,7 +627,8 @@ class RunningBatch(Generic[R]):
                 slot.columns[name] = values[k].double().reshape(-1).numpy()[: len(slot.tokens)]
             hide = NOTHING if hides is None else hides[k].nonzero()[0]
             reveal = reveals[k].nonzero()[0]
-            changes[i] = Change(slot.step, reveal, hide, None, levels[k], is_last[k])
+            u = view.numbers[1][k].numpy()[reveal] if are_made else None
+            changes[i] = Change(slot.step, reveal, hide, u, levels[k], is_last[k])
         return changes
 
     # Evaluate and choose.
@@ -680,9 +688,9 @@ class RunningBatch(Generic[R]):
             yield part, logits
 
     def _pad_banned(self, vocab: int) -> Tensor:
-        """Return what is banned (kinds, V) for logits that may be wider than the vocabulary."""
+        """Return what is banned (kinds, V) for logits, which may be padded."""
         assert self.banned is not None
-        if self.banned.shape[1] < vocab:
+        if self.banned.shape[1] != vocab:  # or narrower, without the mask
             self.banned = F.pad(self.banned, (0, vocab - self.banned.shape[1]), value=True)
         return self.banned
 
@@ -720,9 +728,9 @@ class RunningBatch(Generic[R]):
         if not missing:
             return
         slots = [self.slots[i] for i in missing]
-        keys = torch.tensor([(slot.row.seed, slot.row.number, slot.clock) for slot in slots])
         counts = [len(change.reveal) for change in missing.values()]
-        seed, number, clock = keys.repeat_interleave(torch.tensor(counts), 0).unbind(-1)
+        keys = np.array([(slot.row.seed, slot.row.number, slot.clock) for slot in slots])
+        seed, number, clock = torch.from_numpy(np.repeat(keys, counts, axis=0)).unbind(-1)
         position = torch.from_numpy(np.concatenate([x.reveal for x in missing.values()]))
         _, u = uniform_pair(seed, number, clock, position, Purpose.SAMPLE)
         ends = np.cumsum(counts)[:-1]
@@ -765,7 +773,7 @@ class RunningBatch(Generic[R]):
     def write(self, changes: Changes, drawn: list[Drawn]) -> Frame[R]:
         """Write what changes, return the frame, and move on the rows whose block is over."""
         before = self.is_hidden.copy()
-        self._write_tokens(changes, drawn)
+        self.write_tokens(changes, drawn)
         for i, slot in enumerate(self.slots):
             slot.advance(changes.get(i))
         is_hidden = self.is_hidden.copy()
@@ -776,14 +784,14 @@ class RunningBatch(Generic[R]):
             changed=torch.from_numpy(is_hidden ^ before),
             step=[slot.frames for slot in self.slots],
             nfe=[slot.nfe for slot in self.slots],
-            settled=self._count_settled(),
+            settled=self.count_settled(),
             is_done=self._end_blocks(changes),
         )
         if any(frame.is_done):
             self.leave(compress(frame.rows, frame.is_done))
         return frame
 
-    def _write_tokens(self, changes: Changes, drawn: list[Drawn]) -> None:
+    def write_tokens(self, changes: Changes, drawn: list[Drawn]) -> None:
         """Write drawn tokens, and the mask where a token is hidden again, into a copy: frames keep theirs."""
         width = self.tokens.shape[1]
         where = [each.targets.row * width + each.targets.position for each in drawn]
@@ -807,7 +815,7 @@ class RunningBatch(Generic[R]):
         sampler = self.rows[i].sampler
         return isinstance(sampler, Sampler) and sampler.reads_last_prob
 
-    def _count_settled(self) -> list[int]:
+    def count_settled(self) -> list[int]:
         """Count the leading positions of each row that can no longer change."""
         first = np.where(self.is_hidden.any(1), self.is_hidden.argmax(1), self.lengths).tolist()
         if not self.hides:
@@ -841,6 +849,67 @@ def sample(
         yield running.step()
 
 
+def fill_rows(
+    evaluator: Evaluator, rows: Sequence[Row], *, banned: Tensor | None = None
+) -> list[Tensor]:
+    """Sample rows and return the tokens (L,) of each."""
+    for _ in sample(evaluator, rows, banned=banned):
+        pass
+    filled = [row.filled for row in rows]
+    assert all(tokens is not None for tokens in filled)
+    return [tokens for tokens in filled if tokens is not None]
+
+
+def sample_together(
+    evaluator: Evaluator, rows: Iterable[R], *, banned: Tensor | None = None
+) -> Iterator[Frame[R]]:
+    """Sample rows and yield frames of all of them, those that are done too; the first is before the first step."""
+    running = RunningBatch(evaluator, rows, banned=banned)
+    count = len(running.rows)
+    is_hidden = torch.from_numpy(running.is_hidden.copy())
+    frame = Frame(
+        rows=running.rows,
+        tokens=running.tokens,
+        is_hidden=is_hidden,
+        changed=torch.zeros_like(is_hidden),
+        step=[0] * count,
+        nfe=[0] * count,
+        settled=running.count_settled(),
+        is_done=[False] * count,
+    )
+    yield frame
+    while running.rows:
+        frame = update_frame(frame, running.step())
+        yield frame
+
+
+def update_frame(old: Frame[R], new: Frame[R]) -> Frame[R]:
+    """Return the frame of all rows of an old one, some of which are in the new frame while the others are done."""
+    place_of = {row: i for i, row in enumerate(old.rows)}
+    places = [place_of[row] for row in new.rows]
+    index = torch.tensor(places)
+    width = new.tokens.shape[1]
+    frame = replace(
+        old,
+        tokens=old.tokens.clone(),
+        is_hidden=old.is_hidden.clone(),
+        changed=torch.zeros_like(old.changed),
+        step=list(old.step),
+        nfe=list(old.nfe),
+        settled=list(old.settled),
+        is_done=list(old.is_done),
+    )
+    frame.tokens[index.to(old.tokens.device), :width] = new.tokens
+    frame.is_hidden[index, :width] = new.is_hidden
+    frame.changed[index, :width] = new.changed
+    for k, i in enumerate(places):
+        frame.step[i] = new.step[k]
+        frame.nfe[i] = new.nfe[k]
+        frame.settled[i] = new.settled[k]
+        frame.is_done[i] = new.is_done[k]
+    return frame
+
+
 def check_banned(banned: Tensor) -> Tensor:
     """Return banned tokens (kinds, V), of which no kind may ban all."""
     if bool(banned.all(-1).any()):
@@ -849,8 +918,9 @@ def check_banned(banned: Tensor) -> Tensor:
     return banned
 
 
-def stack(rows: Sequence[Tensor], width: int) -> Tensor:
+def stack(rows: Sequence[Tensor], width: int | None = None) -> Tensor:
     """Stack tensors (L,) to one (n, width), padded with zeros."""
+    width = max(len(row) for row in rows) if width is None else width
     return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
 
 

@@ -26,8 +26,8 @@ from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_n
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.settings import DEFAULT_TOP_P
-from adlm.text.generation import check_whole_numbers
-from adlm.text.lm import LM, GeneratedRow
+from adlm.text.generation import TextRow, check_whole_numbers
+from adlm.text.lm import LM
 
 LEFT_TO_RIGHT = "left_to_right"
 ENTROPY_TOLERANCE = 0.1  # nats from held-out text, within which the best setting is looked for
@@ -231,7 +231,7 @@ def measure_point(
     lm: LM, arguments: dict[str, Any], n: int, batch: int, repeats: int, measure: TextScorer
 ) -> dict[str, Any]:
     """Generate `n` texts with these arguments of `LM.generate`, measure and time them."""
-    rows, seconds, batch = list[GeneratedRow](), list[float](), min(batch, n)
+    rows, seconds, batch = list[TextRow](), list[float](), min(batch, n)
     for first in range(0, n, batch):
         generated, duration = time_batch(lm, arguments, min(batch, n - first), first)
         rows += generated
@@ -247,7 +247,7 @@ def measure_point(
 
 def time_batch(
     lm: LM, arguments: dict[str, Any], count: int, first: int = 0
-) -> tuple[list[GeneratedRow], float]:
+) -> tuple[list[TextRow], float]:
     """Generate texts from number `first` on in one batch; the texts and the seconds that it takes."""
     request = lm.build_request(n=first + count, batch=count, **arguments)
     start = time.perf_counter()

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -41,7 +41,7 @@ from adlm.evaluate.stats import estimate_ratio
 from adlm.files import hash_file, write_atomically
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.text.generation import GenerationRequest, check_whole_numbers
-from adlm.text.lm import LM, denoise_rows
+from adlm.text.lm import LM
 from adlm.view.console import hide_stderr
 
 Tokens = Sequence[int] | Sequence[str] | NDArray[Any]  # of one text
@@ -547,23 +547,23 @@ def generate_samples(lm: LM, request: GenerationRequest, cache: Cache) -> list[S
     keys = [f"sample-{base}-{number}" for number in range(request.settings.n)]
     missing = [number for number, key in enumerate(keys) if key not in cache]
 
+    rows = request.build_rows()
+
     def generate(numbers: Sequence[int]) -> dict[str, Sample]:
-        (frame,) = deque(
-            denoise_rows(lm.predictor, request, [(layout, number) for number in numbers]), maxlen=1
-        )
+        for _ in lm.sample([rows[number] for number in numbers]):
+            pass  # a row that is done has its tokens
         batch = {}
-        for number, ids, nfe in zip(
-            numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True
-        ):
+        for number in numbers:
+            ids = rows[number].ids
             tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
             if layout.may_end and eos_id in tokens:
                 tokens = tokens[: tokens.index(eos_id)]
             sample = {
                 "number": number,
                 "seed": request.seed,
-                "text": layout.text(ids[: len(layout)]),
+                "text": layout.text(ids),
             }
-            batch[keys[number]] = sample | {"tokens": tokens, "nfe": nfe}
+            batch[keys[number]] = sample | {"tokens": tokens, "nfe": rows[number].nfe}
         return batch
 
     own, size = missing[cache.rank :: cache.world_size], request.settings.batch

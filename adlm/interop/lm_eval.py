@@ -3,7 +3,6 @@
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.orders import confidence
+from adlm.diffusion.samplers import LeftToRight, confidence
 from adlm.errors import install_command
 from adlm.likelihood import MAX_ENUMERATED
 from adlm.settings import SamplingSettings
@@ -86,7 +85,8 @@ def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
 def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
     """Whether greedy decoding (masked: the most confident token a step) generates the scored tokens of each row."""
     mask, layouts = lm.tokenizer.mask_id, list[Layout]()
-    sampler = None if lm.row_format.is_causal else replace(confidence(1), steps=None)
+    most = max((sum(row.is_scored) for row in rows), default=1)
+    sampler = LeftToRight() if lm.row_format.is_causal else confidence(max(1, most))
     for row in rows:
         ids = tuple(
             mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True)

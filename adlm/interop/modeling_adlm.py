@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-from adlm.diffusion.categorical import SamplingParams, TokenLimits
-from adlm.diffusion.denoising import Frame
-from adlm.diffusion.plans import mean_noise_level
-from adlm.diffusion.samplers import choose_sampler, refuse_samplers
-from adlm.generate import Predictor, stream_tokens
+from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.plans import Plan, mean_noise_level
+from adlm.diffusion.samplers import LeftToRight, choose_sampler, refuse_samplers
+from adlm.diffusion.sampling import Frame, Row, Sampler, sample_together
+from adlm.models.evaluator import build_evaluator
 from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
 from adlm.settings import SamplingArguments, SamplingSettings
 
@@ -155,7 +155,6 @@ class AdlmPreTrainedModel(PreTrainedModel):
             )
         hole = input_ids.new_full((max_new_tokens,), 0 if shape.mask_id is None else shape.mask_id)
         end = input_ids.new_full((int(is_framed),), eos if is_framed else 0)
-        numbers = torch.arange(n).repeat(len(rows))
         rows = [torch.cat([row, hole, end]) for row in rows for _ in range(n)]
         positions = torch.arange(max(map(len, rows)))
         lengths = torch.tensor([len(row) for row in rows])[:, None]
@@ -164,9 +163,9 @@ class AdlmPreTrainedModel(PreTrainedModel):
             rows, batch_first=True, padding_value=int(shape.mask_id == 0)
         )  # nothing reads the padding
         is_free = is_new if shape.is_causal else is_new | (xt.cpu() == shape.mask_id)
+        sampler: Plan | Sampler = LeftToRight()
         if shape.is_causal:
             refuse_samplers(settings)
-            sampler = None
         else:
             sampler, _ = choose_sampler(settings, hidden=int(is_free.sum(-1).max()))
         kinds = is_free.long() if is_framed else torch.where(is_new, 2, 1)
@@ -175,19 +174,25 @@ class AdlmPreTrainedModel(PreTrainedModel):
         )  # none; special ones; all of these but the end
         banned[1:, config.special_token_ids] = True
         banned[2, [] if eos is None else [eos]] = False
-        frames = stream_tokens(
-            # In memory of its own: sums round by the alignment of their addresses, and so would tokens.
-            Predictor(copy.deepcopy(self.model).eval(), self.device, self.dtype, is_compiled=False),
-            xt,
-            sampler,
-            seed=seed,
-            rows=numbers,
-            sampling=SamplingParams.from_settings(settings),
-            is_fixed=~is_free,
-            valid=None if bool((positions < lengths).all()) else positions < lengths,
-            limits=TokenLimits(kinds, banned),
-            block=settings.block,
-        )
+        # In memory of its own: sums round by the alignment of their addresses, and so would tokens.
+        evaluator = build_evaluator(copy.deepcopy(self.model).eval(), self.device, self.dtype)
+        params = SamplingParams.from_settings(settings)
+        texts = [
+            Row(
+                row.cpu(),
+                sampler,
+                ~is_free[i, : len(row)],
+                seed=seed,
+                number=i % n,
+                block=settings.block,
+                sampling=params,
+                kinds=kinds[i, : len(row)],
+                every_step=True,
+            )
+            for i, row in enumerate(rows)
+        ]
+        frames = sample_together(evaluator, texts, banned=banned)
+        next(frames)  # before the first step
         tokens = show_frames(frames, rows[0][: int(is_free[0].long().argmax())], streamer).tokens
         if (
             not is_framed and eos is not None and bool(is_new.any())
@@ -212,7 +217,7 @@ class AdlmForCausalLM(AdlmPreTrainedModel):
     """AR and A2R: predicts the next token."""
 
 
-def show_frames(frames: Iterator[Frame], prompt: Tensor, streamer: Any) -> Frame:
+def show_frames(frames: Iterator[Frame[Row]], prompt: Tensor, streamer: Any) -> Frame[Row]:
     """Run the sampler, show a streamer the prompt, a draft per step and the result; return the last frame."""
     put, put_draft, put_frame, end = (
         getattr(streamer, name, lambda *_, **__: None) for name in STREAMER_METHODS

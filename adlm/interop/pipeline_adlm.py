@@ -73,7 +73,8 @@ class AdlmPipeline(DiffusionPipeline):
 
         def put_frame(frame: Any) -> None:
             if call is not None:
-                call(self, frame.step - 1, frame.step - 1, {"canvas": frame.tokens})
+                step = max(frame.step) - 1
+                call(self, step, step, {"canvas": frame.tokens})
 
         inputs = self.tokenizer(
             [prompt] if isinstance(prompt, str) else prompt, return_tensors="pt", padding=True

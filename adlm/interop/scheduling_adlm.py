@@ -1,7 +1,8 @@
 """Our samplers as a scheduler of diffusers, which runs inside LLaDA2Pipeline; exported folders have a copy."""
 
-from collections.abc import Iterator
-from typing import Any, cast
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, cast
 
 import torch
 from diffusers import BlockRefinementScheduler, ConfigMixin, SchedulerMixin
@@ -9,14 +10,36 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementSchedulerOutput
 from torch import Tensor
 
-from adlm.diffusion.categorical import SamplingParams, TokenLimits
-from adlm.diffusion.denoising import Frame, denoise
-from adlm.diffusion.plans import Plan
-from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.samplers import choose_sampler, takes_steps
+from adlm.diffusion.sampling import Frame, Row, count_hiding_steps, sample_together
 from adlm.settings import DEFAULT_SAMPLER, SamplingSettings
 
 BLOCK_STRIDE = 1 << 32  # between the seeds of two blocks
+
+
+class LogitsEvaluator:
+    """Logits (B, L, V) that are there already, as the sampling loop sees a network."""
+
+    max_length = sys.maxsize
+    max_logit_rows = 4096
+
+    def __init__(self, mask_id: int, device: torch.device) -> None:
+        self.mask_id: int | None = mask_id
+        self.device = device
+        self.logits = torch.empty(0)
+
+    def open(self) -> Self:
+        return self
+
+    def features(
+        self, tokens: Tensor, noise_level: Tensor, valid: Any, rows: Sequence[Row], *_: Any
+    ) -> Tensor:
+        """Return the logits of some rows."""
+        return self.logits[torch.tensor([row.number for row in rows], device=self.logits.device)]
+
+    def logits_at(self, features: Tensor) -> Tensor:
+        return features
 
 
 class AdlmScheduler(SchedulerMixin, ConfigMixin):
@@ -53,7 +76,7 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         self.timesteps = torch.arange(self.num_inference_steps - 1, -1, -1, device=device)
         self.seed: int | None = None
         self.block, self.steps_done = -1, 0
-        self.frames: Iterator[Frame] | None = None
+        self.frames: Iterator[Frame[Row]] | None = None
 
     def step(
         self,
@@ -86,15 +109,14 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
             self.frames = self._start(
                 sample, model_output.shape[-1], mask_token_id, params, prompt_mask
             )
-        self.logits = model_output
+        self.evaluator.logits = model_output
         frame = next(self.frames)
         self.steps_done += 1
         tokens = frame.tokens.to(sample.device)
         is_changed, is_masked = tokens != sample, tokens == mask_token_id
         shown, hidden = is_changed & ~is_masked, is_changed & is_masked
-        is_over = not bool((frame.is_masked & self.is_free).any())
-        if isinstance(self.sampler, Plan):  # a later step may hide a token again
-            is_over &= not bool((self.sampler.remask_prob[self.steps_done :] > 0).any())
+        is_over = not bool((frame.is_hidden & self.is_free).any())
+        is_over &= count_hiding_steps(self.sampler) <= self.steps_done
         self.frames = None if is_over else self.frames
         probs = model_output.float().softmax(-1).gather(-1, tokens[..., None])[..., 0]
         output: Any = (tokens, shown, hidden, tokens, probs, model_output)
@@ -107,7 +129,7 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         mask_id: int,
         params: SamplingParams,
         prompt_mask: Tensor | None,
-    ) -> Iterator[Frame]:
+    ) -> Iterator[Frame[Row]]:
         """Start the sampler on a canvas; it asks for logits where a network would be run."""
         self.block, self.steps_done = self.block + 1, 0
         is_fixed = (canvas != mask_id) if prompt_mask is None else prompt_mask.expand(canvas.shape)
@@ -122,19 +144,23 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         banned = torch.zeros(1, vocab, dtype=torch.bool)
         banned[0, [*(self.settings.banned_token_ids or []), mask_id]] = True
         assert self.seed is not None
-        return denoise(
-            canvas,
-            self.sampler,
-            lambda tokens, level, valid, rows: self.logits[rows.to(self.logits.device)],
-            lambda logits: logits,
-            mask_id=mask_id,
-            rng=CounterRng.from_seed((self.seed + self.block * BLOCK_STRIDE) % 2**63, len(canvas)),
-            sampling=params,
-            is_fixed=is_fixed,
-            limits=TokenLimits(
-                torch.zeros(canvas.shape, dtype=torch.int64), banned.to(canvas.device)
-            ),
-        )
+        self.evaluator = LogitsEvaluator(mask_id, canvas.device)
+        seed = (self.seed + self.block * BLOCK_STRIDE) % 2**63
+        rows = [
+            Row(
+                tokens,
+                self.sampler,
+                fixed,
+                seed=seed,
+                number=number,
+                sampling=params,
+                every_step=True,
+            )
+            for number, (tokens, fixed) in enumerate(zip(canvas, is_fixed, strict=True))
+        ]
+        frames = sample_together(self.evaluator, rows, banned=banned)
+        next(frames)  # before the first step
+        return frames
 
     def check_block_should_continue(self, **_: Any) -> bool:
         """Whether the sampler has another step, for LLaDA2Pipeline."""

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adlm.diffusion.features import FeatureModel, compute_features, reads_time
 from adlm.diffusion.sampling import Positions, Row
+from adlm.models.network import fold_network
 from adlm.models.transformer import SlotCache, SlotWindow
 
 ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
@@ -76,7 +78,7 @@ class ModelEvaluator:
 
     def __init__(
         self,
-        model: Any,
+        model: FeatureModel,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         *,
@@ -87,12 +89,12 @@ class ModelEvaluator:
         is_cuda = self.device.type == "cuda"
         check_finite(model)
         dtype = dtype or (torch.bfloat16 if is_cuda else torch.float32)
-        folded = model.fold() if hasattr(model, "fold") else copy.deepcopy(model).eval()
-        self.model = folded.to(self.device, dtype)
+        self.model: Any = fold_network(model).to(self.device, dtype)
         config = model.config
         self.config = config
         self.mask_id: int | None = None if config.is_causal else config.mask_id
         self.max_length: int = config.length
+        self.reads_time = reads_time(model)
         self.fixed_batch = fixed_batch
         self.max_logit_rows = MAX_LOGIT_ROWS[self.device.type]
         if fixed_batch is not None:
@@ -135,7 +137,7 @@ class ModelEvaluator:
                     for part in parts
                 ]
             )
-        level = self._send(noise_level) if self.config.time_conditioning else None
+        level = self._send(noise_level) if self.reads_time else None
         valid = None if valid is None else self._send(valid)
         size = self.fixed_batch or (round_rows(count) if self.has_graphs else count)
         width = round_length(length, self.max_length) if self.has_graphs else length
@@ -163,8 +165,7 @@ class ModelEvaluator:
         return self.logits(F.pad(features, (0, 0, 0, missing)))[: len(features)]
 
     def _run_model(self, tokens: Tensor, level: Tensor | None, valid: Tensor | None) -> Tensor:
-        final: Tensor = self.model(tokens, level, valid=valid).final
-        return final
+        return compute_features(self.model, tokens, level, valid=valid).final
 
     def _send(self, x: Tensor) -> Tensor:
         """Copy to the device, to a GPU without waiting."""
@@ -180,7 +181,7 @@ class CausalEvaluator(ModelEvaluator):
     features of a row are those of its next position; they stand at all positions.
     """
 
-    def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+    def __init__(self, model: FeatureModel, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
         self.caches: list[SlotCache] = []
         self.slots: dict[Row, int] = {}
@@ -206,9 +207,11 @@ class CausalEvaluator(ModelEvaluator):
     ) -> Tensor:
         """Return the features (n, L, dim) of the next position of each of n rows, expanded over its positions."""
         assert next_position is not None
+        if not hasattr(self.model, "new_slot_cache"):
+            return self._read_all(tokens, next_position)
         slots = self._assign_slots(rows, tokens.shape[1])
         missing = next_position - self.read[slots]
-        is_next = missing == 1
+        is_next = (missing == 1) & (self.read[slots] > 0)
         parts = []
         order = []
         if is_next.any():
@@ -220,11 +223,21 @@ class CausalEvaluator(ModelEvaluator):
             groups = prompts[:, None] if self.fixed_batch else [prompts]
             for members in groups:
                 order.append(members)
-                parts.append(self._read_prompts(tokens, slots[members], members, missing[members]))
+                own = [rows[i] for i in members.tolist()]
+                parts.append(self._read_prompts(tokens, own, members, missing[members]))
         self.read[slots] = next_position
         place = self._send(torch.from_numpy(np.argsort(np.concatenate(order))))
         features = torch.cat(parts)[place]
         return features[:, None].expand(-1, tokens.shape[1], -1)
+
+    def _read_all(self, tokens: Tensor, next_position: Positions) -> Tensor:
+        """Read each row from its beginning: the network has no cache."""
+        end = self._send(torch.from_numpy(next_position))[:, None]
+        is_read = torch.arange(tokens.shape[1], device=self.device) < end
+        x = torch.where(is_read, tokens, tokens[:, :1])  # what follows changes nothing
+        features = compute_features(self.model, x).final
+        index = (end - 1)[..., None].expand(-1, -1, features.shape[-1])
+        return features.gather(1, index).expand(-1, tokens.shape[1], -1)
 
     def _assign_slots(self, rows: Sequence[Row], width: int) -> Positions:
         """Return the slot of each row; rows that are not there any more have lost theirs."""
@@ -257,12 +270,11 @@ class CausalEvaluator(ModelEvaluator):
         count = 1 + int(slots.max())
         count += -count % (self.fixed_batch or 1)
         position = np.minimum(self.read[:count], self.width - 1)
-        row = np.zeros(count, np.int64)
-        row[slots] = members
-        index = self._send(
-            torch.from_numpy(np.stack([row, np.minimum(position, tokens.shape[1] - 1)]))
-        )
-        x = tokens[index[0], index[1]][:, None]
+        where = np.zeros((2, count), np.int64)  # the first token of a row is always given
+        where[0, slots] = members
+        where[1, slots] = position[slots]
+        row, column = self._send(torch.from_numpy(where))
+        x = tokens[row, column][:, None]
         length = self.width if self.fixed_batch else 1 + int(position[slots].max())
         place = self._send(torch.from_numpy(position))[:, None]
         features = []
@@ -275,21 +287,27 @@ class CausalEvaluator(ModelEvaluator):
         return torch.cat(features)[self._send(torch.from_numpy(slots))]
 
     def _read_prompts(
-        self, tokens: Tensor, slots: Positions, members: Positions, counts: Positions
+        self, tokens: Tensor, rows: Sequence[Row], members: Positions, counts: Positions
     ) -> Tensor:
-        """Read all that is missing in these slots, at most `counts` (n,) tokens."""
+        """Read all that is missing in some rows: `counts` (n,) tokens."""
+        slots = np.array([self.slots[row] for row in rows], np.int64)
         size = int(counts.max())
         if self.fixed_batch:
             size = round_length(size, self.max_length)
         place = np.minimum(self.read[slots][:, None] + np.arange(size), self.width - 1)
         where = self._send(torch.from_numpy(place))
         row = self._send(torch.from_numpy(members))[:, None]
-        x = tokens[row, where.clamp(max=tokens.shape[1] - 1)]
+        last_read = np.minimum(place, (self.read[slots] + counts - 1)[:, None])
+        x = self.embed_prompts(tokens[row, self._send(torch.from_numpy(last_read))], rows)
         length = self.width if self.fixed_batch else 1 + int(place.max())
         own = self._send(torch.from_numpy(slots))
         features = self._run_window(x, own, where, length)
         last = self._send(torch.from_numpy(counts - 1))
         return features[torch.arange(len(features), device=self.device), last]
+
+    def embed_prompts(self, tokens: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Return the network's input for the tokens (n, L) of prompts: here the tokens."""
+        return tokens
 
     def _run_window(
         self, tokens: Tensor, slots: Tensor | None, position: Tensor, length: int
@@ -302,7 +320,7 @@ class CausalEvaluator(ModelEvaluator):
 
 
 def build_evaluator(
-    model: Any,
+    model: FeatureModel,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     *,
@@ -341,8 +359,9 @@ def build_head(
     return lambda features: F.linear(features, weight, bias)
 
 
-def check_finite(model: nn.Module) -> None:
+def check_finite(model: FeatureModel) -> None:
     """Raise if a parameter is not finite."""
+    assert isinstance(model, nn.Module)
     broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
     if broken:
         problem = f"{len(broken)} parameters are not finite, for example {broken[0]}"

@@ -11,7 +11,7 @@ which returns `Features`. What is optional has a default here:
 | `shift` | 0; 1 predicts token i + 1 at position i (`compute_features` reads it) |
 | `fold()` | a copy in inference form; by default a plain copy |
 | `layers()` | the modules that are compiled, sharded and checkpointed one by one; by default none |
-| `new_cache(batch, length)` | the cache of a causal network, which `forward(..., cache=)` then takes |
+| `new_slot_cache(slots, length)` | caches of a causal network for `forward(..., cache=)`; by default none |
 | `costs()` | a `Costs`, for estimates of memory and of FLOPs |
 | `config_dict()` | the settings in config.json: by default those of `config` |
 

@@ -38,7 +38,6 @@ from adlm.serve.engine import (
     EngineLimits,
     EngineStats,
     QueueFullError,
-    RowFrame,
     stream_rows,
 )
 from adlm.serve.protocol import (
@@ -56,7 +55,7 @@ from adlm.settings import (
     list_own_names,
 )
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM
+from adlm.text.lm import LM, StreamStep
 from adlm.view.player import read_asset
 
 log = logging.getLogger("adlm.serve")
@@ -262,30 +261,39 @@ class Answer:
             "model": model,
             **{key: request.description[key] for key in ("sampler", "seed")},
         }
-        self.readers = [body.make_reader(layout) for layout, _ in request.rows]
+        self.readers = [
+            body.make_reader(layout)
+            for layout in request.layouts
+            for _ in range(request.settings.n)
+        ]
         self.nfe, self.skipped = [0] * len(self.readers), set[int]()
 
-    def read(self, frame: RowFrame) -> dict[str, Any] | None:
-        """Return the choice of a chunk that a frame makes, if it adds something."""
-        reader, self.nfe[frame.index] = self.readers[frame.index], frame.nfe
-        text = reader.read(frame)
+    def read(self, step: StreamStep) -> dict[str, Any] | None:
+        """Return the choice of a chunk that a row's step makes, if it adds something."""
+        (row,), (ids,) = step.frame.rows, step.ids
+        reader = self.readers[row.index]
+        self.nfe[row.index] = step.nfe[0]
+        is_done = step.frame.is_done[0]
+        text = reader.read(ids, step.frame.settled[0], is_done=is_done)
         choice: dict[str, Any] = {
-            "index": frame.index,
+            "index": row.index,
             "text": text,
             "logprobs": None,
             "finish_reason": None,
         }
-        if is_end := frame.is_done or reader.is_stopped:
-            self.skipped.add(frame.index)
+        if is_end := is_done or reader.is_stopped:
+            self.skipped.add(row.index)
             choice["finish_reason"] = (
                 "stop" if reader.is_stopped or self.body.is_filling else "length"
             )
             if self.is_infill:
-                choice["fills"] = [text for text, is_given in frame.row.pieces if not is_given]
+                choice["fills"] = [
+                    text for text, is_given in row.layout.pieces(ids) if not is_given
+                ]
         if self.body.logprobs is not None and (is_end or self.body.stream):
-            choice["logprobs"] = reader.read_logprobs(frame)
+            choice["logprobs"] = reader.read_logprobs(ids, row.logprobs)
         if self.body.has_drafts:
-            choice["draft"] = describe_draft(frame, self.request)
+            choice["draft"] = describe_draft(step, self.request)
         return choice if text or is_end or "draft" in choice else None
 
     def count_usage(self) -> dict[str, int]:
@@ -299,14 +307,14 @@ class Answer:
         }
         return counts | {"nfe": sum(self.nfe)}
 
-    async def stream(self, frames: AsyncGenerator[RowFrame]) -> AsyncIterator[bytes]:
+    async def stream(self, frames: AsyncGenerator[StreamStep]) -> AsyncIterator[bytes]:
         """Yield server-sent events."""
         has_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         extra: dict[str, Any] = {"usage": None} if has_usage else {}
         try:
             async with aclosing(frames):
-                async for frame in frames:
-                    if (choice := self.read(frame)) is not None:
+                async for step in frames:
+                    if (choice := self.read(step)) is not None:
                         yield encode_event({**self.head, "choices": [choice], **extra})
             if has_usage:
                 yield encode_event({**self.head, "choices": [], "usage": self.count_usage()})
@@ -319,13 +327,14 @@ class Answer:
                 describe_error(500, "the server failed while it sampled: retry the request")
             )
 
-    async def finish(self, frames: AsyncGenerator[RowFrame]) -> dict[str, Any]:
+    async def finish(self, frames: AsyncGenerator[StreamStep]) -> dict[str, Any]:
         """Return the whole answer."""
         choices: list[dict[str, Any]] = [{} for _ in self.readers]
         async with aclosing(frames):
-            async for frame in frames:
-                if choice := self.read(frame):
-                    choices[frame.index] = choice | {"text": self.readers[frame.index].text}
+            async for step in frames:
+                if choice := self.read(step):
+                    index = choice["index"]
+                    choices[index] = choice | {"text": self.readers[index].text}
         return {**self.head, "choices": choices, "usage": self.count_usage()}
 
 

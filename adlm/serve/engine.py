@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
-from adlm.diffusion.denoising import Frame
-from adlm.serve.batches import CausalBatch, MaskedBatch, Row, StepResult, TokenLogprob
-from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow, StreamStep, predict_guesses
-from adlm.text.templates import Layout
+from adlm.diffusion.sampling import Frame, RunningBatch
+from adlm.text.generation import GenerationRequest, TextRow
+from adlm.text.lm import LM, StreamStep, predict_guesses
+from adlm.text.templates import classify_tokens
 
 log = logging.getLogger("adlm.serve")
 T = TypeVar("T")
@@ -92,27 +92,7 @@ class EngineStats:
     rejected: int = 0  # requests that the queue had no room for
 
 
-@dataclass(frozen=True)
-class RowFrame:
-    """A row of a request after a step."""
-
-    index: int  # among the rows of the request
-    layout: Layout
-    step: int
-    ids: list[int]
-    settled: int  # leading positions that can no longer change
-    nfe: int
-    is_done: bool
-    stream_step: StreamStep | None = None  # of this row, where guesses are wanted
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position
-
-    @property
-    def row(self) -> GeneratedRow:
-        """The row as `LM.generate` returns it."""
-        return GeneratedRow(self.layout, self.ids, self.nfe)
-
-
-Notify = Callable[[list[RowFrame] | Exception], None]
+Notify = Callable[[list[StreamStep] | Exception], None]
 
 
 @dataclass(eq=False)
@@ -131,7 +111,7 @@ class Ticket:
     )
     is_over: bool = False  # cancelled or failed: none of its rows is wanted
 
-    def send(self, news: list[RowFrame] | Exception) -> None:
+    def send(self, news: list[StreamStep] | Exception) -> None:
         """Call `notify`; a request whose event loop is closed is cancelled."""
         try:
             self.notify(news)
@@ -166,7 +146,7 @@ class Engine:
     def __init__(self, lm: LM, limits: EngineLimits | None = None) -> None:
         self.lm, self.limits, self.stats = lm, limits or EngineLimits(), EngineStats()
         self.wake = threading.Condition()  # guards what follows
-        self.waiting, self.calls = deque[Row](), set[Future[Any]]()
+        self.waiting, self.calls = deque[TextRow](), set[Future[Any]]()
         self.is_stopping = self.is_draining = False
         self.running = 0  # rows in the batch
         self.seconds_per_text = 1.0  # a moving average, for Retry-After
@@ -176,6 +156,7 @@ class Engine:
             lm.device.type == "cuda"
         )  # where a prediction is valid until the next one
         self.batch = make_batch(lm)
+        self.pending = deque[PendingSteps]()
 
     def start(self) -> Self:
         """Start the thread."""
@@ -208,12 +189,12 @@ class Engine:
 
     def submit(self, ticket: Ticket) -> Ticket:
         """Put a request into the queue."""
-        request, numbered = ticket.request, enumerate(ticket.request.rows)
-        self.limits.check_request(request)
-        rows = [
-            Row(layout, request, number, i, ticket, ticket.logprobs)
-            for i, (layout, number) in numbered
-        ]
+        self.limits.check_request(ticket.request)
+        rows = ticket.request.build_rows()
+        for row in rows:
+            row.owner = ticket
+            row.top_logprobs = ticket.logprobs
+            row.every_step = ticket.frames == ALL
         with self.wake:
             self._require_running()
             count, most = (
@@ -261,80 +242,95 @@ class Engine:
                     self.is_draining and (self.batch.rows or self.waiting)
                 ):
                     break
-            joining = list[Row]()
+            joining = list[TextRow]()
             try:
                 joining = self._exchange_rows()
                 with self.turns.take():
-                    if joining:
-                        self.batch.join(joining)
+                    self.batch.join(joining)
                     if self.batch.rows:
                         self._step()
+                    else:
+                        self._deliver()
             except Exception as error:
                 log.exception("a step failed; its requests are answered with an error")
                 fail([*self.batch.rows, *joining], error)
                 self.batch, self.running = make_batch(self.lm), 0
+                self.pending.clear()
         with self.wake:
             rows = [*self.batch.rows, *self.waiting]
             self.waiting, self.running = deque(), 0
         fail(rows, ShutdownError("the server has stopped", 5))
 
-    def _exchange_rows(self) -> list[Row]:
+    def _exchange_rows(self) -> list[TextRow]:
         """Remove rows that are cancelled or stopped by their text, and return waiting ones that there is room for."""
         with self.wake:
-            is_leaving = [is_skipped(row) for row in self.batch.rows]
-            staying = is_leaving.count(False)
+            leaving = [row for row in self.batch.rows if is_skipped(row)]
+            staying = len(self.batch.rows) - len(leaving)
             room = self.limits.max_rows - staying
             joining = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
             self.running = staying + len(joining)
-        self._remove(is_leaving)
+        self._count_leaving(leaving)
+        self.batch.leave(leaving)
         return joining
 
-    def _remove(self, is_leaving: Sequence[bool]) -> None:
-        """Remove rows from the batch, and count them."""
-        for row in compress(self.batch.rows, is_leaving):
+    def _count_leaving(self, rows: Sequence[TextRow]) -> None:
+        """Count rows that leave."""
+        for row in rows:
             if row.owner.is_over:
                 self.stats.cancelled += 1
             else:
                 self.stats.texts += 1
                 self.stats.tokens += row.layout.is_fixed[: row.delivered].count(False)
-        if any(is_leaving):
-            self.batch.keep(~torch.tensor(is_leaving))
 
     def _step(self) -> None:
-        """Take a step, remove the rows that are done and deliver the frames."""
-        began, rows, stats = time.perf_counter(), self.batch.rows, self.stats
-        result = self.batch.step()
-        stats.steps, stats.row_steps = stats.steps + 1, stats.row_steps + len(rows)
-        for row, nfe in zip(rows, result.nfe.tolist(), strict=True):
-            stats.nfe, row.nfe = stats.nfe + nfe - row.nfe, nfe
-        news = collect_frames(self.lm, rows, result)
-        if bool(result.is_done.any()):
-            mean_steps = float(result.step[result.is_done].double().mean())
-            self.seconds_per_text += 0.2 * (
-                (time.perf_counter() - began) * mean_steps - self.seconds_per_text
-            )
-        self._remove(result.is_done.tolist())
+        """Take a step and deliver the frames: on a GPU those of the step before, without waiting for this one."""
+        began, stats = time.perf_counter(), self.stats
+        frame = self.batch.step()
+        stats.steps += 1
+        stats.row_steps += len(frame.rows)
+        for row, nfe in zip(frame.rows, frame.nfe, strict=True):
+            stats.nfe += nfe - row.counted
+            row.counted = nfe
+        done = list(compress(frame.rows, frame.is_done))
+        chosen = choose_rows(frame)
+        if done:
+            mean_steps = sum(compress(frame.step, frame.is_done)) / len(done)
+            seconds = (time.perf_counter() - began) * mean_steps
+            self.seconds_per_text += 0.2 * (seconds - self.seconds_per_text)
+        self._count_leaving(done)
         with self.wake:
             self.running = len(self.batch.rows)
-        for ticket, frames in news.items():
-            ticket.send(frames)
+        if chosen:
+            self.pending.append(PendingSteps(frame, chosen))
+        is_waiting = frame.tokens.is_cuda and bool(self.batch.rows)
+        self._deliver(keep=1 if is_waiting and chosen else 0)
+
+    def _deliver(self, keep: int = 0) -> None:
+        """Deliver the steps that are pending, but for some of the last."""
+        while len(self.pending) > keep:
+            news: dict[Ticket, list[StreamStep]] = {}
+            for step in self.pending.popleft().read():
+                (row,) = step.frame.rows
+                news.setdefault(row.owner, []).append(add_guesses(self.lm, step))
+            for ticket, steps in news.items():
+                ticket.send(steps)
 
 
 def stream_rows(
     engine: Engine, request: GenerationRequest, frames: str = SETTLED, **fields: Any
-) -> AsyncGenerator[RowFrame]:
+) -> AsyncGenerator[StreamStep]:
     """Submit a request, with `fields` of its Ticket, and return the frames of its rows; closing them cancels it."""
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[RowFrame] | Exception]()
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[StreamStep] | Exception]()
 
-    def notify(news: list[RowFrame] | Exception) -> None:
+    def notify(news: list[StreamStep] | Exception) -> None:
         if isinstance(news, list) and queue.qsize() >= MAX_UNREAD:  # the last frames have all text
-            news = [frame for frame in news if frame.is_done]
+            news = [step for step in news if step.frame.is_done[0]]
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
     ticket = engine.submit(Ticket(request, notify, frames, **fields))
 
-    async def read_frames() -> AsyncGenerator[RowFrame]:
-        left = set(range(len(request.rows)))
+    async def read_frames() -> AsyncGenerator[StreamStep]:
+        left = set(range(len(request.layouts) * request.settings.n))
         try:
             while left - ticket.skipped:
                 news = await queue.get()
@@ -342,11 +338,12 @@ def stream_rows(
                     raise news
                 if isinstance(news, Exception):
                     raise RuntimeError("sampling has failed") from news
-                for frame in news:
-                    if frame.is_done:
-                        left.discard(frame.index)
-                    if frame.index not in ticket.skipped:
-                        yield frame
+                for step in news:
+                    (row,) = step.frame.rows
+                    if step.frame.is_done[0]:
+                        left.discard(row.index)
+                    if row.index not in ticket.skipped:
+                        yield step
         finally:
             if left - ticket.skipped:
                 engine.cancel(ticket)
@@ -354,67 +351,90 @@ def stream_rows(
     return read_frames()
 
 
-async def generate_rows(engine: Engine, request: GenerationRequest) -> list[GeneratedRow]:
+async def generate_rows(engine: Engine, request: GenerationRequest) -> list[TextRow]:
     """Return the rows of a request."""
-    frames = [frame async for frame in stream_rows(engine, request, LAST)]
-    return [frame.row for frame in sorted(frames, key=lambda frame: frame.index)]
+    rows = [step.frame.rows[0] async for step in stream_rows(engine, request, LAST)]
+    return sorted(rows, key=lambda row: row.index)
 
 
-def make_batch(lm: LM) -> MaskedBatch | CausalBatch:
+def make_batch(lm: LM) -> RunningBatch[TextRow]:
     """Return an empty batch of a model."""
-    return (CausalBatch if lm.row_format.is_causal else MaskedBatch)(lm.predictor)
+    return RunningBatch(lm.evaluator, banned=classify_tokens(lm.tokenizer).banned)
 
 
-def is_skipped(row: Row) -> bool:
+def is_skipped(row: TextRow) -> bool:
     """Whether a row is no longer wanted."""
     return row.owner.is_over or row.index in row.owner.skipped
 
 
-def fail(rows: Sequence[Row], error: Exception) -> None:
+def fail(rows: Sequence[TextRow], error: Exception) -> None:
     """Answer the requests of rows with an error."""
     for ticket in dict.fromkeys(row.owner for row in rows):
         ticket.is_over = True
         ticket.send(error)
 
 
-def collect_frames(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[Ticket, list[RowFrame]]:
-    """Return the frames that every request wants: the last ones, those with newly settled text, or all."""
-    settled, is_done, steps, nfe = (
-        x.tolist() for x in (result.settled, result.is_done, result.step, result.nfe)
-    )
-    wants = []
-    for i, row in enumerate(rows):
-        frames = row.owner.frames
-        if is_done[i] or frames == ALL or (frames == SETTLED and settled[i] > row.delivered):
-            wants.append(i)
-    news = dict[Ticket, list[RowFrame]]()
-    if not wants:
-        return news
-    tokens = result.tokens[torch.tensor(wants, device=result.tokens.device)].tolist()
-    for i, ids in zip(wants, tokens, strict=True):
-        row = rows[i]
-        row.delivered = settled[i]
-        columns = (
-            steps[i],
-            ids[: len(row.layout)],
-            settled[i],
-            nfe[i],
-            is_done[i],
-            guess_tokens(lm, row, result, i),
-        )
-        news.setdefault(row.owner, []).append(
-            RowFrame(row.index, row.layout, *columns, row.logprobs)
-        )
-    return news
+def choose_rows(frame: Frame[TextRow]) -> list[int]:
+    """Return the rows whose frames are wanted: the last ones, those with newly settled text, or all."""
+    chosen = []
+    for i, row in enumerate(frame.rows):
+        wants = row.owner.frames
+        is_settled = wants == SETTLED and frame.settled[i] > row.delivered
+        if frame.is_done[i] or wants == ALL or is_settled:
+            chosen.append(i)
+            row.delivered = frame.settled[i]
+    return chosen
 
 
-def guess_tokens(lm: LM, row: Row, result: StepResult, place: int) -> StreamStep | None:
-    """Return the step of a row with guesses, where its request wants them; they are not counted as NFE."""
-    if row.owner.guesses is None:
-        return None
-    frame = Frame(
-        0, *(x[[place]] for x in (result.tokens, result.is_hidden, result.changed, result.nfe))
-    )
-    if not lm.row_format.is_causal and (row.guesses is None or bool(frame.changed.any())):
-        row.guesses = predict_guesses(lm.predictor, frame, [row.layout], row.owner.guesses)
-    return StreamStep(0, frame, (row.layout,), row.guesses)
+def split_frame(frame: Frame[TextRow], tokens: Tensor, chosen: Sequence[int]) -> list[StreamStep]:
+    """Return the step of each chosen row, whose tokens (n, L) are on the host."""
+    steps = []
+    for k, i in enumerate(chosen):
+        row = frame.rows[i]
+        length = len(row.layout)
+        own = Frame(
+            rows=[row],
+            tokens=tokens[[k], :length],
+            is_hidden=frame.is_hidden[[i], :length],
+            changed=frame.changed[[i], :length],
+            step=[frame.step[i]],
+            nfe=[frame.nfe[i]],
+            settled=[frame.settled[i]],
+            is_done=[frame.is_done[i]],
+        )
+        steps.append(StreamStep(frame.step[i], own))
+    return steps
+
+
+def add_guesses(lm: LM, step: StreamStep) -> StreamStep:
+    """Add guesses to the step of a row, where its request wants them; they are not counted as NFE."""
+    (row,) = step.frame.rows
+    if row.owner.guesses is None or lm.row_format.is_causal:
+        return step
+    if row.guesses is None or bool(step.frame.changed.any()):
+        frame = replace(step.frame, tokens=step.frame.tokens.to(lm.device))
+        row.guesses = predict_guesses(lm.evaluator, frame, row.owner.guesses)
+    return replace(step, guesses=row.guesses)
+
+
+class PendingSteps:
+    """The steps of some rows of a frame, whose tokens are on their way from a GPU while the next step runs."""
+
+    def __init__(self, frame: Frame[TextRow], chosen: Sequence[int]) -> None:
+        self.frame, self.chosen = frame, chosen
+        index = torch.tensor(chosen)
+        self.is_ready: torch.cuda.Event | None = None
+        if frame.tokens.is_cuda:
+            tokens = frame.tokens[index.pin_memory().to(frame.tokens.device, non_blocking=True)]
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.is_ready = torch.cuda.Event()
+            self.is_ready.record()
+        else:
+            self.tokens = frame.tokens.cpu()[index]
+
+    def read(self) -> list[StreamStep]:
+        """Return the steps, when their tokens have come."""
+        if self.is_ready is not None:
+            self.is_ready.synchronize()
+        return split_frame(self.frame, self.tokens, self.chosen)

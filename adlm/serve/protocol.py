@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, Field, create_model, model_validator
 
 from adlm.diffusion.samplers import SAMPLERS
-from adlm.serve.engine import RowFrame
+from adlm.diffusion.sampling import TokenLogprob
 from adlm.settings import SamplingSettings, Settings, SettingsError, list_own_names
 from adlm.text import templates
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM
+from adlm.text.lm import LM, StreamStep
 from adlm.text.templates import Hole, Layout, Span, Template, decode_tokens
 
 MAX_LENGTHS = 32  # of a hole before a suffix, among which the model chooses
@@ -235,14 +235,10 @@ def build_filling(
     return lm.build_request(settings=settings, template=texts)
 
 
-def describe_draft(frame: RowFrame, request: GenerationRequest) -> dict[str, Any]:
-    """Return a frame as a stream carries it: its tokens where guesses are wanted, the settings in the last one."""
-    draft: dict[str, Any] = {
-        "step": frame.step,
-        "nfe": frame.nfe,
-        "text": frame.layout.text(frame.ids),
-    }
-    if frame.stream_step is not None:
+def describe_draft(step: StreamStep, request: GenerationRequest) -> dict[str, Any]:
+    """Return a step as a stream carries it: its tokens where guesses are wanted, the settings in the last one."""
+    draft: dict[str, Any] = {"step": step.step, "nfe": step.nfe[0], "text": step.texts[0]}
+    if step.frame.rows[0].owner.guesses is not None:
         draft["tokens"] = [
             [
                 each.state,
@@ -250,9 +246,9 @@ def describe_draft(frame: RowFrame, request: GenerationRequest) -> dict[str, Any
                 each.is_anchor,
                 [[text, round(p, 3)] for text, p in each.guesses],
             ]
-            for each in frame.stream_step.trajectory_frame().tokens
+            for each in step.trajectory_frame().tokens
         ]
-    return draft | ({"settings": request.description} if frame.is_done else {})
+    return draft | ({"settings": request.description} if step.frame.is_done[0] else {})
 
 
 class TextReader:
@@ -268,29 +264,29 @@ class TextReader:
             tuple[int, int, str]
         ]()  # position in the row, offset and text, until logprobs are read
 
-    def read(self, frame: RowFrame) -> str:
-        """Return the text that a frame adds; the last frame completes it."""
-        while self.spans and not self.is_stopped and self._read_span(self.spans[0], frame):
+    def read(self, ids: Sequence[int], settled: int, *, is_done: bool) -> str:
+        """Return the text that a step adds, by its tokens and how many of them are settled; the last completes it."""
+        while self.spans and not self.is_stopped and self._read_span(self.spans[0], ids, settled):
             self.spans.popleft()
         if found := [at for stop in self.stops if (at := self.text.find(stop, self.given)) >= 0]:
             self.is_stopped, self.text = True, self.text[: min(found)]
-        is_final = self.is_stopped or frame.is_done
+        is_final = self.is_stopped or is_done
         held = 0 if is_final else max((len(stop) - 1 for stop in self.stops), default=0)
         start, self.sent = self.sent, max(self.sent, len(self.text) - held)
         return self.text[start : self.sent]
 
-    def _read_span(self, span: Span, frame: RowFrame) -> bool:
+    def _read_span(self, span: Span, row_ids: Sequence[int], settled: int) -> bool:
         """Add the settled text of a span, and return whether that is all of it."""
         if span.texts is not None:
             self._add(range(span.start, span.end), span.texts)
             self.given += len(span.text) * (self.generated == 0)
             return True
         layout, start = self.layout, max(self.position, span.start)
-        end = max(start, min(frame.settled, span.end))
-        eos_id, ids = layout.tokenizer.eos_id, frame.ids[start:end]
+        end = max(start, min(settled, span.end))
+        eos_id, ids = layout.tokenizer.eos_id, row_ids[start:end]
         if layout.may_end and span is layout.spans[-1] and eos_id is not None and eos_id in ids:
             self.is_stopped, end = True, start + ids.index(eos_id)
-        pieces = [text or "" for text in layout.decode_hole(Span(start, end), frame.ids)]
+        pieces = [text or "" for text in layout.decode_hole(Span(start, end), row_ids)]
         is_whole = self.is_stopped or end == span.end
         if not is_whole and pieces and pieces[-1].endswith("\ufffd"):  # an incomplete character
             pieces.pop()
@@ -308,7 +304,9 @@ class TextReader:
                 self.tokens.append((position, len(self.text), text))
             self.text += text
 
-    def read_logprobs(self, frame: RowFrame) -> dict[str, list[Any]]:
+    def read_logprobs(
+        self, ids: Sequence[int], logprobs: Mapping[int, TokenLogprob]
+    ) -> dict[str, list[Any]]:
         """Return OpenAI's log-probabilities of the tokens that begin in the text read so far, each token once."""
         columns: dict[str, list[Any]] = {
             "tokens": [],
@@ -319,13 +317,13 @@ class TextReader:
         while self.tokens and self.tokens[0][1] < self.sent:
             position, offset, text = self.tokens.popleft()
             logprob, top = None, None
-            if (drawn := frame.logprobs.get(position)) is not None:
+            if (drawn := logprobs.get(position)) is not None:
                 logprob, top = drawn.logprob, {}
                 is_word = (
                     self.layout.kinds[position] == templates.WORD
                 )  # the blank before it is given
-                for token in [each for each in drawn.top if each != frame.ids[position]]:
-                    (name,) = decode_tokens(self.layout.tokenizer, frame.ids[:position], [token])
+                for token in [each for each in drawn.top if each != ids[position]]:
+                    (name,) = decode_tokens(self.layout.tokenizer, ids[:position], [token])
                     top[name.removeprefix(" ") if is_word else name] = drawn.top[token]
                 top |= {text: logprob}
             for column, value in zip(columns.values(), (text, logprob, top, offset), strict=True):

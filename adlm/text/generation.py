@@ -1,8 +1,9 @@
-"""Generation requests, checked before anything is sampled: the rows, with a length for every hole, and the sampler."""
+"""Requests for texts, checked before anything is sampled: the rows, with a length for every hole, and the sampler."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
-from adlm.generate import Predictor
+from adlm.diffusion.sampling import Row, Sampler
+from adlm.models.evaluator import ModelEvaluator
 from adlm.settings import SamplingSettings, SettingsError
 from adlm.text.templates import (
     Hole,
@@ -39,14 +40,33 @@ class GenerationRequest:
 
     layouts: list[Layout]
     settings: SamplingSettings
-    sampler: Plan | Order | None
+    sampler: Plan | Sampler
     sampling: SamplingParams
     description: dict[str, Any]  # of the run, as `GenerationOutput.settings` has it
 
-    @property
-    def rows(self) -> list[tuple[Layout, int]]:
-        """Every row's layout and its number among the n of its prompt."""
-        return [(layout, number) for layout in self.layouts for number in range(self.settings.n)]
+    def build_rows(self) -> list["TextRow"]:
+        """Build the rows to be sampled, `n` for each layout one after the other."""
+        rows: list[TextRow] = []
+        for layout in self.layouts:
+            columns: dict[str, Any] = {
+                "tokens": torch.tensor(layout.ids),
+                "is_fixed": torch.tensor(layout.is_fixed),
+                "kinds": torch.tensor(layout.kinds),
+            }
+            for number in range(self.settings.n):
+                row = TextRow(
+                    sampler=self.sampler,
+                    seed=self.seed,
+                    number=number,
+                    block=self.settings.block,
+                    sampling=self.sampling,
+                    layout=layout,
+                    index=len(rows),
+                    stop=self.settings.stop,
+                    **columns,
+                )
+                rows.append(row)
+        return rows
 
     @property
     def seed(self) -> int:
@@ -59,9 +79,41 @@ class GenerationRequest:
         """The number of steps, where it is known: block by block, every block takes its own."""
         if self.settings.block is not None:
             return None
-        return (
-            len(self.sampler) if isinstance(self.sampler, Plan) else self.description.get("steps")
-        )
+        if isinstance(self.sampler, Sized):
+            return len(self.sampler)
+        return self.description.get("steps")
+
+
+@dataclass(eq=False)
+class TextRow(Row):
+    """A row of a request, with what its tokens mean."""
+
+    layout: Layout = field(kw_only=True)
+    index: int = 0  # among the rows of the request
+    stop: Sequence[str] = ()  # texts before the first of which a generated piece ends
+    owner: Any = None  # who takes its frames
+    delivered: int = 0  # leading positions that can no longer change and were delivered
+    counted: int = 0  # network evaluations in the statistics
+    guesses: Any = None  # at its last change, where they are wanted
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The tokens, when the row is done."""
+        assert self.filled is not None, "the row is not done"
+        return [int(token) for token in self.filled.tolist()]
+
+    @property
+    def text(self) -> str:
+        """The text, when the row is done."""
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The pieces of the text, and whether each was given; together they are the text."""
+        return [
+            (text if is_given else cut_text(text, self.stop), is_given)
+            for text, is_given in self.layout.pieces(self.ids)
+        ]
 
 
 @dataclass(frozen=True)
@@ -127,7 +179,9 @@ class RowFormat:
         layout = self.build_layout(parse_template((prompt, Hole.of_length(1))))
         return sum(span.end - span.start for span in layout.spans) - 1
 
-    def layout_template(self, template: Template, predictor: Callable[[], Predictor]) -> Layout:
+    def layout_template(
+        self, template: Template, get_evaluator: Callable[[], ModelEvaluator]
+    ) -> Layout:
         """Lay a template out, with a length chosen for every hole."""
         pieces = parse_template(template)
         shown = shorten("".join(str(piece) for piece in pieces))
@@ -159,7 +213,7 @@ class RowFormat:
                 for length in range(hole.min_tokens, most + 1):
                     lengths[number] = length
                     layouts[length] = self.build_layout(set_hole_lengths(pieces, lengths))
-                lengths[number] = choose_hole_length(predictor(), layouts, number)
+                lengths[number] = choose_hole_length(get_evaluator(), layouts, number)
         return self.build_layout(set_hole_lengths(pieces, lengths))
 
     def _require_room(self, tokens: int, name: str, remedy: str = "") -> None:
@@ -171,7 +225,7 @@ class RowFormat:
 
 
 @torch.no_grad()
-def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number: int) -> int:
+def choose_hole_length(evaluator: ModelEvaluator, layouts: dict[int, Layout], number: int) -> int:
     """Choose the length of hole `number` under which the given tokens next to it are likeliest (docs/generate.md)."""
     # The length and the position that each row is for.
     targets = [
@@ -179,10 +233,9 @@ def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number:
     ]
     if not targets:  # nothing is given: all lengths are equal
         return max(layouts)
-    scores, device = (
-        {length: -LENGTH_PENALTY * math.log(length) for length in layouts},
-        predictor.device,
-    )
+    scores = {length: -LENGTH_PENALTY * math.log(length) for length in layouts}
+    mask_id = evaluator.mask_id
+    assert mask_id is not None
     for start in range(0, len(targets), MAX_ROWS):
         part = targets[start : start + MAX_ROWS]
         x0 = pad_sequence(
@@ -193,10 +246,11 @@ def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number:
             < torch.tensor([len(layouts[length]) for length, _ in part])[:, None]
         )
         place = torch.arange(len(part)), torch.tensor([position for _, position in part])
-        xt = x0.index_put(place, torch.tensor(predictor.config.mask_id))
-        hidden = ((xt == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
-        features = predictor.predict(xt.to(device), mean_noise_level(hidden), valid.to(device))
-        logits = predictor.logits_at(features[tuple(each.to(device) for each in place)])
+        xt = x0.index_put(place, torch.tensor(mask_id))
+        hidden = ((xt == mask_id) & valid).sum(-1) / valid.sum(-1)
+        features = evaluator.features(xt.to(evaluator.device), mean_noise_level(hidden), valid)
+        row, position = (each.to(evaluator.device) for each in place)
+        logits = evaluator.logits_at(features[row, position])
         for (length, _), token, log_probs in zip(
             part, x0[place].tolist(), logits.float().log_softmax(-1).cpu()
         ):

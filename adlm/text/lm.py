@@ -2,26 +2,22 @@
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.convert import is_lineage, load_lineage
 from adlm.data.hub import HUB_NAME, download_model
 from adlm.devices import pick_device
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import SamplingParams, TokenLimits
-from adlm.diffusion.denoising import Frame
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.features import (
     FeatureModel,
     compute_anchor_features,
@@ -29,13 +25,13 @@ from adlm.diffusion.features import (
     find_anchor_head,
 )
 from adlm.diffusion.objectives import GivenObjective
-from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
-from adlm.diffusion.samplers import choose_sampler, refuse_samplers
+from adlm.diffusion.samplers import LeftToRight, choose_sampler, refuse_samplers
+from adlm.diffusion.sampling import Frame, Sampler, sample, sample_together
 from adlm.errors import suggest_names
-from adlm.generate import Predictor, compile_for_sampling, stream_tokens
 from adlm.likelihood import TokenNats, estimate_token_nats
 from adlm.models import folder as model_folder
+from adlm.models.evaluator import ModelEvaluator, build_evaluator
 from adlm.models.network import GivenNetwork
 from adlm.settings import (
     DEFAULT_SAMPLER,
@@ -45,7 +41,7 @@ from adlm.settings import (
     SettingsError,
 )
 from adlm.text import generation
-from adlm.text.generation import GenerationRequest, RowFormat, Templates
+from adlm.text.generation import GenerationRequest, RowFormat, Templates, TextRow
 from adlm.text.templates import WORD, Layout, Template, classify_tokens
 from adlm.view.trajectory import (
     GIVEN,
@@ -63,35 +59,10 @@ MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
 MAX_COUNT = 5  # the paper's tau: a token that occurs at most so often is shown as an anchor
 
 
-@dataclass(frozen=True)
-class GeneratedRow:
-    """A generated text, by its tokens."""
-
-    layout: Layout
-    ids: list[int]
-    nfe: int
-    # Texts before the first of which a generated piece ends.
-    stop: Sequence[str] = field(default=(), kw_only=True)
-
-    @property
-    def text(self) -> str:
-        return "".join(text for text, _ in self.pieces)
-
-    @property
-    def pieces(self) -> list[tuple[str, bool]]:
-        """The pieces of the text, and whether each was given; together they are the text."""
-        return [
-            (text if is_given else generation.cut_text(text, self.stop), is_given)
-            for text, is_given in self.layout.pieces(self.ids)
-        ]
-
-
 class GenerationOutput(list[str]):
     """A list of texts, `n` for every prompt or template one after the other, and what they took."""
 
-    def __init__(
-        self, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, rows: Sequence[TextRow], seconds: float, settings: dict[str, Any]) -> None:
         super().__init__(row.text for row in rows)
         self.rows, self.seconds, self.settings = list(rows), seconds, settings
         self.nfe_each = [row.nfe for row in rows]
@@ -141,34 +112,43 @@ class StreamStep:
     """The texts after one step; step 0 is before the first."""
 
     step: int
-    frame: Frame
-    layouts: tuple[Layout, ...]
+    frame: Frame[TextRow]
     guesses: Guesses | None = None
     states: dict[int, tuple[TokenState, ...]] = field(
         default_factory=dict, repr=False
     )  # drawn so far, by row
 
     @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of each text."""
+        return tuple(row.layout for row in self.frame.rows)
+
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """The tokens of each text."""
+        rows = zip(self.layouts, self.frame.tokens.tolist(), strict=True)
+        return [ids[: len(layout)] for layout, ids in rows]
+
+    @property
     def texts(self) -> list[str]:
         """The texts so far, hidden tokens as blocks."""
-        rows = zip(self.layouts, self.frame.tokens.tolist(), strict=True)
-        return [layout.text(ids[: len(layout)]) for layout, ids in rows]
+        return [layout.text(ids) for layout, ids in zip(self.layouts, self.ids, strict=True)]
 
     @property
     def nfe(self) -> list[int]:
         """Network evaluations of each text so far."""
-        return list(self.frame.nfe.tolist())
+        return self.frame.nfe
 
     def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
         """Return one of the texts as terminal, player and GIF draw it."""
         if row not in self.states:
             self.states[row] = tuple(self._iterate_states(row))
-        return TrajectoryFrame(self.step, int(self.frame.nfe[row]), self.states[row])
+        return TrajectoryFrame(self.step, self.frame.nfe[row], self.states[row])
 
     def _iterate_states(self, row: int) -> Iterator[TokenState]:
         layout, frame = self.layouts[row], self.frame
-        masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
-        for position, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
+        masked, changed = frame.is_hidden[row].tolist(), frame.changed[row].tolist()
+        for position, text in layout.parts(self.ids[row]):
             if position is None:  # given text without a token
                 yield TokenState(text or "", GIVEN)
                 continue
@@ -238,12 +218,10 @@ class LMEngine:
         self.row_format = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
 
     @cached_property
-    def predictor(self) -> Predictor:
+    def evaluator(self) -> ModelEvaluator:
         """The model, prepared for sampling."""
         fixed_batch = SamplingSettings().batch if self.deterministic else None
-        return compile_for_sampling(
-            self.model, self.device, fixed_batch=fixed_batch, is_compiled=False
-        )
+        return build_evaluator(self.model, self.device, fixed_batch=fixed_batch)
 
     def build_request(
         self,
@@ -265,9 +243,9 @@ class LMEngine:
         elif prompt != "" or settings.length or settings.max_new_tokens or settings.stop:
             raise ValueError("a template sets all positions: leave prompt, lengths and stop out")
         else:
-            predictor = partial(getattr, self, "predictor")  # made when a length is to be chosen
+            evaluator = partial(getattr, self, "evaluator")  # made when a length is to be chosen
             templates = generation.as_list(template, "template")
-            layouts = [self.row_format.layout_template(each, predictor) for each in templates]
+            layouts = [self.row_format.layout_template(each, evaluator) for each in templates]
         return self.request_layouts(layouts, settings, is_filling=is_filling)
 
     def request_layouts(
@@ -295,33 +273,27 @@ class LMEngine:
 
     def choose_sampler(
         self, settings: SamplingSettings, *, is_filling: bool = False, hidden: int = 1
-    ) -> tuple[Plan | Order | None, dict[str, Any]]:
-        """Build the sampler and describe it; a causal model has none."""
+    ) -> tuple[Plan | Sampler, dict[str, Any]]:
+        """Build the sampler and describe it; a causal model has one."""
         if self.row_format.is_causal:
             refuse_samplers(settings)
-            return None, {"sampler": "left_to_right"}
+            return LeftToRight(), {"sampler": "left_to_right"}
         default = INFILL_SAMPLER if is_filling else DEFAULT_SAMPLER
         return choose_sampler(settings, hidden=hidden, default=default, allow_import=True)
 
     def run_request(self, request: GenerationRequest, start: int = 0) -> GenerationOutput:
         """Generate a request's texts from number `start` on, a batch at a time."""
-        started, todo, rows, batch = (
-            time.perf_counter(),
-            request.rows[start:],
-            [],
-            request.settings.batch,
-        )
-        for first in range(0, len(todo), batch):
-            part = todo[first : first + batch]
-            (frame,) = deque(
-                denoise_rows(self.predictor, request, part), maxlen=1
-            )  # keeps no other
-            for (layout, _), ids, nfe in zip(
-                part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True
-            ):
-                stop = request.settings.stop
-                rows.append(GeneratedRow(layout, ids[: len(layout)], nfe, stop=stop))
+        started = time.perf_counter()
+        rows = request.build_rows()[start:]
+        batch = request.settings.batch
+        for first in range(0, len(rows), batch):
+            for _ in self.sample(rows[first : first + batch]):
+                pass  # a row that is done has its tokens
         return GenerationOutput(rows, time.perf_counter() - started, request.description)
+
+    def sample(self, rows: Sequence[TextRow]) -> Iterator[Frame[TextRow]]:
+        """Sample rows in one batch and yield a frame for each step."""
+        return sample(self.evaluator, rows, banned=classify_tokens(self.tokenizer).banned)
 
     def stream_request(
         self, request: GenerationRequest, guesses: int = 0, *, count: int | None = None
@@ -331,18 +303,25 @@ class LMEngine:
             raise ValueError(
                 f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}"
             )
-        rows, guesses = request.rows[:count], 0 if self.row_format.is_causal else guesses
+        rows = request.build_rows()[:count]
+        for row in rows:
+            row.every_step = True
+        count = 0 if self.row_format.is_causal else guesses
 
         def iterate() -> Iterator[StreamStep]:
-            step, layouts = None, tuple(layout for layout, _ in rows)
-            for frame in denoise_rows(self.predictor, request, rows, with_start=True):
-                if (
-                    step is not None and frame.changed is step.frame.changed
-                ):  # nothing changed, nor in the step before
-                    step = replace(step, step=frame.step, frame=frame)
+            step: StreamStep | None = None
+            was_changed = True
+            banned = classify_tokens(self.tokenizer).banned
+            for number, frame in enumerate(sample_together(self.evaluator, rows, banned=banned)):
+                is_changed = bool(frame.changed.any())
+                if step is None or is_changed:
+                    guessed = predict_guesses(self.evaluator, frame, count)
+                    step = StreamStep(number, frame, guessed)
+                elif was_changed:  # what was revealed is no longer new
+                    step = StreamStep(number, frame, step.guesses)
                 else:
-                    guessed = predict_guesses(self.predictor, frame, layouts, guesses)
-                    step = StreamStep(frame.step, frame, layouts, guessed)
+                    step = replace(step, step=number, frame=frame)
+                was_changed = is_changed
                 yield step
 
         return iterate()
@@ -472,61 +451,16 @@ class LM(LMEngine):
         return model_folder.export_model(self.loaded, Path(folder), is_quantized=False)
 
 
-def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens (B, L) of rows on a device and, on the host, which are fixed (padding is) and their kinds."""
-    stack = partial(pad_sequence, batch_first=True)
-    pad_id = int(
-        layouts[0].tokenizer.mask_id == 0
-    )  # nothing reads padding, but it must not look hidden
-    xt = stack([torch.tensor(layout.ids) for layout in layouts], padding_value=pad_id).to(device)
-    is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
-    return xt, is_fixed, stack([torch.tensor(layout.kinds) for layout in layouts])
-
-
-def denoise_rows(
-    predictor: Predictor,
-    request: GenerationRequest,
-    rows: Sequence[tuple[Layout, int]],
-    *,
-    seeds: Tensor | None = None,
-    with_start: bool = False,
-) -> Iterator[Frame]:
-    """Sample rows of requests that differ in their seeds alone; with the start, it is the first frame."""
-    layouts = [layout for layout, _ in rows]
-    xt, is_fixed, kinds = stack_layouts(layouts, predictor.device)
-    valid = torch.arange(xt.shape[1]) < torch.tensor([len(layout) for layout in layouts])[:, None]
-    frames = stream_tokens(
-        predictor,
-        xt,
-        request.sampler,
-        seed=request.seed if seeds is None else seeds,
-        rows=torch.tensor([number for _, number in rows]),
-        sampling=request.sampling,
-        is_fixed=is_fixed,
-        valid=None if bool(valid.all()) else valid,
-        limits=TokenLimits(kinds, classify_tokens(layouts[0].tokenizer).banned),
-        block=request.settings.block,
-    )
-    if not with_start:
-        return frames
-    start = Frame(
-        0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64)
-    )
-    return chain([start], frames)
-
-
 @torch.no_grad()
-def predict_guesses(
-    predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count: int
-) -> Guesses | None:
+def predict_guesses(evaluator: ModelEvaluator, frame: Frame[TextRow], count: int) -> Guesses | None:
     """Predict the likeliest tokens of a frame with the anchor network (one stage: the network), not counted as NFE."""
     if count == 0:
         return None
-    model: FeatureModel = predictor.model
+    model: FeatureModel = evaluator.model
     tokens = frame.tokens
-    lengths = torch.tensor([len(layout) for layout in layouts])
+    lengths = torch.tensor([len(row.layout) for row in frame.rows])
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
-    level = mean_noise_level(frame.is_masked.sum(-1) / lengths).to(tokens.device)
+    level = mean_noise_level(frame.is_hidden.sum(-1) / lengths).to(tokens.device)
     padding = None if bool(valid.all()) else valid.to(tokens.device)
     head = find_anchor_head(model)
     if head is None:
@@ -534,16 +468,15 @@ def predict_guesses(
         features = compute_features(model, tokens, level, valid=padding).final
     else:
         features = compute_anchor_features(model, tokens, level, valid=padding)
-    special = classify_tokens(layouts[0].tokenizer).special
-    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(
-        tokens.device
-    )
+    special = classify_tokens(frame.rows[0].layout.tokenizer).special
+    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True)
+    special = special.to(tokens.device)
     best = [
         head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
         for part in features.flatten(0, 1).split(MAX_POSITIONS)
     ]
     probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
-    likeliest = torch.where(frame.is_masked.to(tokens.device), ids[..., 0], tokens)
+    likeliest = torch.where(frame.is_hidden.to(tokens.device), ids[..., 0], tokens)
     return Guesses(ids.cpu(), probs.cpu(), rare_in_sequence(MAX_COUNT)(likeliest.cpu(), valid))
 
 

@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import shlex
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,15 +27,17 @@ from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import OBJECTIVES, Objective
-from adlm.diffusion.samplers import SAMPLERS
+from adlm.diffusion.plans import Plan
+from adlm.diffusion.samplers import SAMPLERS, LeftToRight
+from adlm.diffusion.sampling import Row, Sampler, fill_rows
 from adlm.diffusion.schedules import SCHEDULES
 from adlm.distributed import DistributedContext
 from adlm.errors import check_known
 from adlm.files import file_lock, hash_file
-from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models import folder as model_folder
 from adlm.models.costs import estimate_memory
+from adlm.models.evaluator import build_evaluator
 from adlm.models.folder import MODEL_FORMAT, ModelDescription
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.models.methods import METHODS, build_config
@@ -106,13 +107,10 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     shape = build_model_config(config, data, init)
     config = config.replace(method=init.method if init is not None else str(config.method))
     objective = build_objective(config, shape, data, on_gpu=context.device.type == "cuda")
-    sampler = (
-        None
-        if shape.is_causal
-        else build(
-            SAMPLERS, config.samples.sampler, {"steps": config.samples.steps}, allow_import=True
-        )
-    )
+    sampler: Plan | Sampler = LeftToRight()
+    if not shape.is_causal:
+        steps = {"steps": config.samples.steps}
+        sampler = build(SAMPLERS, config.samples.sampler, steps, allow_import=True)
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
     data_hash = str(data.manifest.settings_sha256)  # of the rows: a run resumes only on the same
     batches: ShuffledBatches | StreamedBatches
@@ -151,17 +149,18 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
 
     def sample(model: LanguageModel) -> str:
         settings = config.samples
-        predictor = compile_for_sampling(model, context.device, is_compiled=False)
+        evaluator = build_evaluator(model, context.device)
         params = SamplingParams(top_p=settings.top_p)
         first = data.tokenizer.bos_id if shape.is_causal else data.mask_id
         assert first is not None  # every row of the data begins with it
-        xt = torch.full((settings.rows, shape.length), first)
-        is_fixed = ((torch.arange(shape.length) == 0) & shape.is_causal).expand_as(xt)
-        frames = stream_tokens(
-            predictor, xt, sampler, seed=config.seed, sampling=params, is_fixed=is_fixed
-        )
-        (frame,) = deque(frames, maxlen=1)
-        texts = [data.tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]
+        tokens = torch.full((shape.length,), first)
+        is_fixed = (torch.arange(shape.length) == 0) & shape.is_causal
+        rows = [
+            Row(tokens, sampler, is_fixed, seed=config.seed, number=number, sampling=params)
+            for number in range(settings.rows)
+        ]
+        filled = fill_rows(evaluator, rows)
+        texts = [data.tokenizer.decode(row.tolist(), skip_special=True) for row in filled]
         return "\n\n<|endoftext|>\n\n".join(texts)
 
     return TrainingTask(

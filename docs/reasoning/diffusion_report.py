@@ -22,7 +22,8 @@ from adlm.apps.reasoning.diffusion import HoleObjective
 from adlm.apps.reasoning.runs import load_run
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.samplers import build_sampler
-from adlm.generate import Predictor, stream_tokens
+from adlm.diffusion.sampling import Row, sample
+from adlm.models.evaluator import build_evaluator
 
 KEPT = (
     "task",
@@ -81,20 +82,18 @@ def record_fills(folder: str | Path, puzzle: str) -> list[Fill]:
     run = load_run(folder, device="cpu")
     assert isinstance(run.objective, HoleObjective), f"{folder} is no run of the arms mdlm or adlm"
     question = run.task.encode_question(" ".join(puzzle.replace("0", ".")))
-    row = torch.tensor([run.objective.task.lay_out(question)])
-    is_hole, mask_id = row == run.objective.task.hole, run.task.tokenizer.mask_id
+    tokens = torch.tensor(run.objective.task.lay_out(question))
+    is_hole, mask_id = tokens == run.objective.task.hole, run.task.tokenizer.mask_id
     fills: list[Fill] = []
-    frames = stream_tokens(
-        Predictor(run.model),
-        row.masked_fill(is_hole, mask_id),
+    row = Row(
+        tokens.masked_fill(is_hole, mask_id),
         build_sampler("confidence", steps=81),
-        seed=0,
+        ~is_hole,
         sampling=SamplingParams(0.0),
-        is_fixed=~is_hole,
     )
-    for frame in frames:
-        for _, cell in frame.changed.nonzero().tolist():
-            fills.append((cell, run.task.decode([int(frame.tokens[0, cell])]), frame.step))
+    for frame in sample(build_evaluator(run.model), [row]):
+        for cell in frame.changed[0].nonzero()[:, 0].tolist():
+            fills.append((cell, run.task.decode([int(frame.tokens[0, cell])]), frame.step[0]))
     return fills
 
 

@@ -14,8 +14,8 @@ from adlm.diffusion.plans import (
     dfm_step,
     reverse_distribution,
 )
-from adlm.diffusion.samplers import build_sampler
-from adlm.generate import compile_for_sampling
+from adlm.diffusion.samplers import RemaskByConfidence, build_sampler
+from adlm.models.evaluator import build_evaluator
 from tests.goldens import MASK, arrays, facts, model
 from tests.world import compute_probs
 
@@ -33,29 +33,30 @@ OPTIONS = {
 
 
 @lru_cache
-def predictor(kind, time_conditioning=False):
-    return compile_for_sampling(model(kind, time_conditioning))
+def evaluator(kind, time_conditioning=False):
+    return build_evaluator(model(kind, time_conditioning))
 
 
 def build_plan(name, steps):
-    sampler, options = OPTIONS[name]
-    return build_sampler(sampler, steps=steps, compat=True, **options)
+    """The plan of a sampler, and whether it splits its remasking."""
+    name, options = OPTIONS[name]
+    sampler = build_sampler(name, steps=steps, compat=True, **options)
+    by_confidence = isinstance(sampler, RemaskByConfidence)
+    return sampler.plan if by_confidence else sampler, by_confidence
 
 
 def predict_probs(xt, level, sampling, kind=("adlm", False)):
     """p(x0 | xt) of every position after the nucleus: what the shipped sampler draws from."""
-    ours = predictor(*kind)
+    ours = evaluator(*kind)
     with torch.no_grad():
-        logits = ours.logits_at(
-            ours.predict(xt, torch.zeros(len(xt)) if level is None else level, None)
-        )
+        logits = ours.logits_at(ours.features(xt, torch.zeros(len(xt)) if level is None else level))
     return compute_probs(logits.flatten(0, 1), sampling).view(logits.shape)
 
 
-def step_law(plan, step, xt, probs, confidence=None):
+def step_law(plan, step, xt, probs, confidence=None, *, by_confidence=False):
     """Our per-position law; conf shares its remasking out as the sampler does."""
     transition = plan[step]
-    if plan.by_confidence:
+    if by_confidence:
         remask = confidence_remask_prob(transition.remask_prob, confidence.double(), xt == MASK)
         transition = replace(transition, remask_prob=remask)
     return reverse_distribution(xt, probs, transition, MASK)
@@ -64,7 +65,7 @@ def step_law(plan, step, xt, probs, confidence=None):
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_reverse_distributions(name, top_p):
-    golden, plan = arrays(f"reverse_adlm_p{top_p}"), build_plan(name, 64)
+    golden, (plan, by_confidence) = arrays(f"reverse_adlm_p{top_p}"), build_plan(name, 64)
     xt = golden["xt"]
     sampling = SamplingParams(top_p=top_p if plan.nucleus else 1.0, nucleus="lineage")
     probs = predict_probs(xt, None, sampling)
@@ -72,7 +73,7 @@ def test_reverse_distributions(name, top_p):
     for i, t in enumerate(golden["t"].double()):
         step = int((plan.t - t).abs().argmin())
         assert abs(plan.t[step] - t) < 1e-5
-        ours = step_law(plan, step, xt, probs, -golden["conf_in"])
+        ours = step_law(plan, step, xt, probs, -golden["conf_in"], by_confidence=by_confidence)
         torch.testing.assert_close(ours, golden[f"{name}/{i}/dist"], atol=1e-4, rtol=0)
         if name == "remdm-conf":
             sigma = confidence_remask_prob(
@@ -107,7 +108,7 @@ def test_reverse_distribution_of_flow_matching(top_p):
 
 def test_confidences_in_half_precision():
     """The authors hold confidences in bfloat16: their remasking probabilities are ours, rounded."""
-    golden, plan = arrays("reverse_adlm_conf_bf16"), build_plan("remdm-conf", 64)
+    golden, (plan, _) = arrays("reverse_adlm_conf_bf16"), build_plan("remdm-conf", 64)
     for i, t in enumerate(golden["t"].double()):
         most = plan.remask_prob[int((plan.t - t).abs().argmin())]
         ours = confidence_remask_prob(most, -golden["conf_in"].double(), golden["xt"] == MASK)
@@ -121,7 +122,7 @@ RUNS = facts("trajectory_adlm")["runs"]
 def test_trajectories(run):
     """Their noise is a (B, L, V) slab per step and its argmax includes the mask: this driver draws so, from our law."""
     golden, noise, info = arrays("trajectory_adlm"), arrays("trajectory_noise")["u"], RUNS[run]
-    plan = build_plan(run.split("_")[0], 32)
+    plan, by_confidence = build_plan(run.split("_")[0], 32)
     kind = ("adlm", info["time_conditioning"])
     sampling = SamplingParams(top_p=info["nucleus_p"] if plan.nucleus else 1.0, nucleus="lineage")
     xt = torch.full_like(golden[f"{run}/final"], MASK)
@@ -132,7 +133,7 @@ def test_trajectories(run):
         if probs is None or not is_cached:
             level = plan.noise_level[step].float().expand(len(xt))
             probs, calls = predict_probs(xt, level, sampling, kind), calls + 1
-        law = step_law(plan, step, xt, probs, confidence)
+        law = step_law(plan, step, xt, probs, confidence, by_confidence=by_confidence)
         drawn = (law / (1e-10 - torch.log(noise[step] + 1e-10))).argmax(-1)
         is_certain = law.gather(-1, xt[..., None])[..., 0] == 1
         xs = torch.where(is_certain, xt, drawn)
@@ -152,7 +153,7 @@ def test_trajectories(run):
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_autoregressive_sampling(top_p):
     """Their Gumbel noise on our cached logits; their sampler overwrites the last position by BOS, ours never does."""
-    golden, ours = arrays(f"ar_sample_gpt2like_p{top_p}"), predictor("ar")
+    golden, ours = arrays(f"ar_sample_gpt2like_p{top_p}"), evaluator("ar")
     expected, cache = golden["x"], ours.model.new_cache(2, 16)
     x = expected[:, :1]
     for i in range(14):

@@ -25,6 +25,7 @@ from adlm.diffusion.sampling import (
     sample,
 )
 from adlm.models.evaluator import build_evaluator
+from adlm.models.language_model import LanguageModel
 from tests.world import (
     MASK,
     VOCAB,
@@ -167,7 +168,7 @@ def test_settled_text_does_not_change():
             assert not frame.is_done[i] or settled == len(row.tokens)
             if not frame.is_done[i] and settled > first and (row.tokens == MASK).any():
                 early.add(getattr(row.sampler, "name", type(row.sampler).__name__))
-    assert {"ancestral", "ddpm", "ByScore", "FirstHitting", "LeftToRight"} <= early
+    assert {"ancestral", "ddpm", "confidence", "first_hitting", "left_to_right"} <= early
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,14 @@ def test_rows_of_different_steps_and_bounds_share_a_call():
     assert len(RunningBatch(LEARNED, rows).move()[1]) == 2
     alone = {row: run(LEARNED, [row])[row] for row in rows}
     assert run(LEARNED, rows) == alone
+
+
+def test_plans_of_one_table_are_one_sampler():
+    x = torch.full((12,), MASK)
+    rows = [Row(x, samplers.remask_conf(steps), number=steps) for steps in (6, 6, 7)]
+    alone = {row: run(LEARNED, [row])[row] for row in rows}
+    assert run(LEARNED, rows) == alone
+    assert len({row.sampler for row in rows}) == 2
 
 
 @dataclass(frozen=True)
@@ -479,6 +488,13 @@ def test_causal_rows_that_arrive_one_a_step_share_calls():
     ]
     done = run(evaluator, rows, list(range(16)))
     assert len(done) == 16 and calls <= 60
+
+
+def test_a_causal_network_without_a_cache_gives_the_same_texts(monkeypatch):
+    model, rows = small_model("ar"), causal_rows()
+    cached = run(build_evaluator(model), rows)
+    monkeypatch.delattr(LanguageModel, "new_slot_cache")
+    assert run(build_evaluator(model), rows) == cached
 
 
 def test_a_causal_row_begins_with_a_given_token():

@@ -1,22 +1,21 @@
-"""Laws of sampling: prompts stay, neighbours and padding do not matter, frames say what happened, draws are exact."""
+"""Laws of sampling: prompts stay, frames say what happened, plans are probabilities, draws are exact."""
 
 import pytest
 import torch
 
-from adlm.diffusion import denoising, plans
+from adlm.diffusion import plans, samplers
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.denoising import SamplerState, denoise, reverse_step
 from adlm.diffusion.plans import confidence_remask_prob
-from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.samplers import SAMPLERS, build_sampler
-from adlm.generate import compile_for_sampling, stream_tokens
-from tests.world import MASK, OPTIONS, VOCAB, compute_probs, random_tokens, small_model
+from adlm.diffusion.sampling import Row, sample, sample_together
+from adlm.models.evaluator import build_evaluator
+from tests.world import MASK, OPTIONS, VOCAB, compute_probs, fill, random_tokens, small_model
 
 LENGTH, ROWS = 14, 8
 NAMES = tuple(SAMPLERS)
-LEARNED = compile_for_sampling(small_model(positions="learned"))
-ROTARY = compile_for_sampling(small_model())
-TIMED = compile_for_sampling(small_model(positions="learned", time_conditioning=True))
+LEARNED = build_evaluator(small_model(positions="learned"))
+ROTARY = build_evaluator(small_model())
+TIMED = build_evaluator(small_model(positions="learned", time_conditioning=True))
 
 
 def templates(seed, rows=ROWS, length=LENGTH):
@@ -27,15 +26,22 @@ def templates(seed, rows=ROWS, length=LENGTH):
     return torch.where(is_hidden, MASK, random_tokens(rows, length, seed=seed))
 
 
-def run(predictor, xt, sampler=None, seed=3, **options):
-    """All frames; a sampler by its name has the options of tests.world."""
-    if isinstance(sampler, str):
-        sampler = build_sampler(sampler, **OPTIONS[sampler])
-    return list(stream_tokens(predictor, xt, sampler, seed=seed, **options))
+def build(sampler):
+    """A sampler by its name has the options of tests.world."""
+    return build_sampler(sampler, **OPTIONS[sampler]) if isinstance(sampler, str) else sampler
 
 
-def last_tokens(*args, **options):
-    return run(*args, **options)[-1].tokens
+def run(evaluator, xt, sampler, seed=3, **options):
+    """The frames of all rows, before the first step too."""
+    sampler = build(sampler)
+    rows = [
+        Row(x, sampler, seed=seed, number=k, every_step=True, **options) for k, x in enumerate(xt)
+    ]
+    return list(sample_together(evaluator, rows))
+
+
+def last_tokens(evaluator, xt, sampler, seed=3, **options):
+    return fill(evaluator, xt, build(sampler), seed=seed, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,14 +51,14 @@ def test_prompts_are_never_touched_and_frames_say_what_happened(name):
         xt = templates(seed)
         given, before, was_masked = xt != MASK, xt, xt == MASK
         frames = run(LEARNED, xt, name, seed, block=None if seed % 2 else 5)
-        for number, frame in enumerate(frames, 1):
-            assert frame.step == number
+        for number, frame in enumerate(frames):
+            assert max(frame.step) == number
             assert torch.equal(frame.tokens[given], xt[given])
-            assert torch.equal(frame.is_masked, frame.tokens == MASK)
-            assert torch.equal(frame.changed, was_masked ^ frame.is_masked)
+            assert torch.equal(frame.is_hidden, frame.tokens == MASK)
+            assert torch.equal(frame.changed, was_masked ^ frame.is_hidden)
             assert torch.equal(frame.tokens[~frame.changed], before[~frame.changed])
-            before, was_masked = frame.tokens, frame.is_masked
-        assert not frames[-1].is_masked.any()
+            before, was_masked = frame.tokens, frame.is_hidden
+        assert not frames[-1].is_hidden.any() and all(frames[-1].is_done)
         assert frames[-1].tokens.max() < VOCAB
 
 
@@ -61,69 +67,35 @@ def test_the_network_runs_only_where_something_is_revealed(name):
     """A row's nfe counts the frames that reveal something in it; a row that is given runs no network at all."""
     xt = templates(1)
     frames = run(LEARNED, xt, name)
-    steps_with_reveal = sum((frame.changed & ~frame.is_masked).any(-1).long() for frame in frames)
-    assert torch.equal(frames[-1].nfe, steps_with_reveal)
-    assert frames[-1].nfe[1] == 0 and frames[-1].nfe[0] > 0
+    steps_with_reveal = sum((frame.changed & ~frame.is_hidden).any(-1).long() for frame in frames)
+    nfe = torch.tensor(frames[-1].nfe)
+    assert torch.equal(nfe, steps_with_reveal)
+    assert nfe[1] == 0 and nfe[0] > 0
     if name == "first_hitting":
-        assert torch.equal(frames[-1].nfe, (xt == MASK).sum(-1))
+        assert torch.equal(nfe, (xt == MASK).sum(-1))
     if name in ("confidence", "margin"):
-        assert torch.equal(frames[-1].nfe, (xt == MASK).sum(-1).clamp(max=5))
+        assert torch.equal(nfe, (xt == MASK).sum(-1).clamp(max=5))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "steps" in OPTIONS[name]])
-def test_steps_that_change_nothing_are_skipped_without_another_result(name, monkeypatch):
-    """The same frames as step by step, also where random numbers are made in many parts."""
-    options = OPTIONS[name] | {"steps": 300} | ({"eta": 0.003} if "eta" in OPTIONS[name] else {})
-    sampler, xt = build_sampler(name, **options), templates(2, rows=3, length=6)
-    monkeypatch.setattr(denoising, "MAX_RANDOM_NUMBERS", 18 * 50)
-    skipping = run(LEARNED, xt, sampler, block=4)
-    monkeypatch.setattr(denoising, "IDLE_STEPS", 0)
-    for frame, expected in zip(skipping, run(LEARNED, xt, sampler, block=4), strict=True):
-        assert frame.step == expected.step
-        for part in ("tokens", "is_masked", "changed", "nfe"):
-            assert torch.equal(getattr(frame, part), getattr(expected, part))
-
-
-def test_the_number_of_steps_is_bounded_and_many_steps_cost_little():
+def test_the_number_of_steps_is_bounded():
     for name in ("ancestral", "remask_loop", "dfm", "confidence"):
         with pytest.raises(
             ValueError, match="at most 65,536, got 65,537: use fewer, or the sampler first_hitting"
         ):
             build_sampler(name, steps=65_537)
-    frames = run(LEARNED, torch.full((1, 6), MASK), plans.ancestral(65_536))
-    assert len(frames) == 65_536 and frames[-1].nfe <= 6
-    assert (
-        len({id(frame.tokens) for frame in frames}) <= 13
-    )  # a frame without a change shares its tensors
 
 
-PLACES = ([[i] for i in range(ROWS)], [[0, 1, 2], [3, 4, 5], [6, 7]], [[6, 2, 0, 7, 1, 5, 3, 4]])
-
-
-BLOCKWISE = (
-    "remask_loop",
-    "remask_conf",
-    "first_hitting",
-    "confidence",
-)  # of each kind of sampler one
-
-
-@pytest.mark.parametrize(
-    ("name", "block"), [*((name, None) for name in NAMES), *((name, 5) for name in BLOCKWISE)]
-)
-def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
-    """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
-    for seed, predictor in ((0, LEARNED), (1, TIMED)):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rows_text_is_that_of_its_number(name):
+    """Alone and among others in another order, the same tokens for the same number, and other ones for another."""
+    for seed, evaluator in ((0, LEARNED), (1, TIMED)):
         xt, numbers = templates(seed), torch.arange(ROWS) * 1000 + 7
-        same = {"block": block, "sampling": SamplingParams(top_p=0.95)}
-        whole = run(predictor, xt, name, rows=numbers, **same)[-1]
-        for place in PLACES:
-            for rows in place:
-                last = run(predictor, xt[rows], name, rows=numbers[rows], **same)[-1]
-                assert torch.equal(last.tokens, whole.tokens[rows]), f"rows {rows}"
-                assert torch.equal(last.nfe, whole.nfe[rows])
-        other = last_tokens(predictor, xt, name, rows=numbers + 1, block=block)
-        assert not torch.equal(other, whole.tokens)
+        same = {"sampling": SamplingParams(top_p=0.95), "block": 5 if seed else None}
+        whole = last_tokens(evaluator, xt, name, numbers=numbers, **same)
+        for rows in ([6, 2, 0, 7, 1, 5, 3, 4], [3], [0, 4]):
+            part = last_tokens(evaluator, xt[rows], name, numbers=numbers[rows], **same)
+            assert torch.equal(part, whole[rows])
+        assert not torch.equal(last_tokens(evaluator, xt, name, numbers=numbers + 1, **same), whole)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,9 +104,8 @@ def test_positions_that_predict_the_same_are_chosen_alike_in_every_batch(name):
     xt = torch.full((ROWS, LENGTH), MASK)
     whole = last_tokens(ROTARY, xt, name)
     for rows in ([0], [3], [2, 1], [5, 6, 7, 0, 4]):
-        assert torch.equal(
-            last_tokens(ROTARY, xt[rows], name, rows=torch.tensor(rows)), whole[rows]
-        )
+        part = last_tokens(ROTARY, xt[rows], name, numbers=torch.tensor(rows))
+        assert torch.equal(part, whole[rows])
 
 
 def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
@@ -142,55 +113,9 @@ def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
     monkeypatch.setattr(plans, "LINEAGE_END", 0.15)
     sampler, xt = build_sampler("ancestral", steps=3, compat=True), templates(3)
     whole = last_tokens(LEARNED, xt, sampler, block=4)
-    for row in (0, 2, 3, 4, 5, 6, 7):
-        assert torch.equal(
-            last_tokens(LEARNED, xt[[row]], sampler, rows=torch.tensor([row]), block=4)[0],
-            whole[row],
-        )
-
-
-@pytest.mark.parametrize("method", ["ar", "a2r"])
-def test_causal_rows_do_not_depend_on_their_neighbours(method):
-    predictor, xt = compile_for_sampling(small_model(method)), templates(0)
-    xt[:, 0] = random_tokens(ROWS, 1)[:, 0]
-    is_fixed, numbers, same = (
-        xt != MASK,
-        torch.arange(ROWS) + 50,
-        {"sampling": SamplingParams(top_k=6)},
-    )
-    frames = run(predictor, xt, rows=numbers, is_fixed=is_fixed, **same)
-    whole = frames[-1].tokens
-    assert (
-        all(torch.equal(frame.tokens[is_fixed], xt[is_fixed]) for frame in frames)
-        and not (whole == MASK).any()
-    )
-    for place in PLACES:
-        for rows in place:
-            part = last_tokens(
-                predictor, xt[rows], rows=numbers[rows], is_fixed=is_fixed[rows], **same
-            )
-            assert torch.equal(part, whole[rows]), f"rows {rows}"
-    wide, valid = (
-        torch.nn.functional.pad(xt, (0, 4), value=2),
-        torch.arange(LENGTH + 4).expand(ROWS, -1) < LENGTH,
-    )
-    for where in ({"is_fixed": wide != MASK}, {"is_fixed": (wide != MASK) & valid, "valid": valid}):
-        tokens = last_tokens(predictor, wide, rows=numbers, **same, **where)
-        assert torch.equal(tokens[:, :LENGTH], whole) and (tokens[:, LENGTH:] == 2).all()
-
-
-@pytest.mark.parametrize("value", [0, 9])
-@pytest.mark.parametrize("predictor", [LEARNED, TIMED], ids=["learned", "timed"])
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_changes_no_text(name, predictor, value):
-    """A row padded to a longer length, with `valid`, gets the tokens of the row; the padding stays."""
-    xt = templates(4)
-    wide = torch.nn.functional.pad(xt, (0, 5), value=value)
-    valid = torch.arange(LENGTH + 5).expand(ROWS, -1) < LENGTH
-    for block in (None, 4):
-        tokens = last_tokens(predictor, wide, name, valid=valid, block=block)
-        assert torch.equal(tokens[:, :LENGTH], last_tokens(predictor, xt, name, block=block))
-        assert (tokens[:, LENGTH:] == value).all()
+    for row in range(ROWS):
+        alone = last_tokens(LEARNED, xt[[row]], sampler, numbers=torch.tensor([row]), block=4)
+        assert torch.equal(alone[0], whole[row])
 
 
 @pytest.mark.parametrize("name", ["remask_cap", "remask_rescale"])
@@ -247,19 +172,20 @@ def test_tables_hold_probabilities_and_meet_at_their_ends(name, compat):
 
 def test_confidence_is_the_probability_of_the_draw(monkeypatch):
     """conf remembers, for every visible token, what the network gave it in the state in which it was drawn."""
-    xt, seen = templates(7), []
+    xt, seen = templates(7)[2:], []
 
     def spy(remask_prob, confidence, is_hidden):
         seen.append(confidence.clone())
         return confidence_remask_prob(remask_prob, confidence, is_hidden)
 
-    monkeypatch.setattr(denoising, "confidence_remask_prob", spy)
+    monkeypatch.setattr(samplers, "confidence_remask_prob", spy)
     sampling, before, compared = SamplingParams(temperature=1.3, top_k=4), xt, 0
     frames = run(LEARNED, xt, "remask_conf", sampling=sampling)
-    for frame, confidence in zip(frames, seen[1:], strict=False):
-        logits = LEARNED.logits_at(LEARNED.predict(before, torch.zeros(ROWS), None))
+    for frame, confidence in zip(frames[1:], seen[1:], strict=False):
+        with torch.no_grad():
+            logits = LEARNED.logits_at(LEARNED.features(before, torch.zeros(len(xt))))
         law = compute_probs(logits.flatten(0, 1), sampling).view(logits.shape)
-        revealed = frame.changed & ~frame.is_masked
+        revealed = frame.changed & ~frame.is_hidden
         expected = law.gather(-1, frame.tokens[..., None])[..., 0][revealed]
         torch.testing.assert_close(confidence[revealed], expected, atol=1e-5, rtol=0)
         before, compared = frame.tokens, compared + int(revealed.sum())
@@ -268,14 +194,16 @@ def test_confidence_is_the_probability_of_the_draw(monkeypatch):
 
 def record_noise_levels(name, xt):
     """The noise levels that the network is given, (calls, B)."""
-    levels = []
+    evaluator, levels = build_evaluator(small_model(positions="learned")), []
+    features = evaluator.features
 
-    def predict(tokens, level, valid, places):
+    def spy(tokens, level, *others):
         levels.append(level.clone())
-        return LEARNED.predict(tokens, level, valid)
+        return features(tokens, level, *others)
 
-    sampler, rng = build_sampler(name, **OPTIONS[name]), CounterRng.from_seed(0, len(xt))
-    list(denoise(xt, sampler, predict, LEARNED.logits_at, mask_id=MASK, rng=rng))
+    evaluator.features = spy
+    for _ in sample(evaluator, [Row(x, build(name), number=k) for k, x in enumerate(xt)]):
+        pass
     return torch.stack(levels)
 
 
@@ -313,9 +241,9 @@ def test_without_chance_the_seed_does_not_matter(name, setting):
     xt, sampling = templates(6), SamplingParams(**setting)
     one, other = (last_tokens(LEARNED, xt, name, seed=seed, sampling=sampling) for seed in (1, 2))
     assert torch.equal(one, other)
-    first = run(LEARNED, xt, name, sampling=sampling)[0]
+    first = run(LEARNED, xt, name, sampling=sampling)[1]
     with torch.no_grad():
-        best = LEARNED.logits_at(LEARNED.predict(xt, torch.zeros(ROWS), None)).argmax(-1)
+        best = LEARNED.logits_at(LEARNED.features(xt, torch.zeros(ROWS))).argmax(-1)
     assert torch.equal(first.tokens[first.changed], best[first.changed])
 
 
@@ -330,56 +258,12 @@ def test_tokens_of_any_layout_and_type_are_taken():
 def test_there_is_always_a_frame(name):
     xt = torch.zeros(2, LENGTH, dtype=torch.long)
     for block in (None, 4):
-        last = run(LEARNED, xt, name, block=block)[-1]
-        assert torch.equal(last.tokens, xt) and not last.nfe.any()
-    last = run(compile_for_sampling(small_model("ar")), xt, is_fixed=torch.ones_like(xt).bool())[-1]
-    assert torch.equal(last.tokens, xt) and not last.is_masked.any()
-
-
-def test_rows_may_be_at_different_times():
-    """A transition of (B, 1) columns gives every row what it gets alone with its own times."""
-    plan, xt = build_sampler("remask_cap", steps=6, eta=0.3), templates(5)[:2]
-    columns = [
-        torch.stack([plan[2].__dict__[k], plan[4].__dict__[k]])[:, None] for k in plan[2].__dict__
-    ]
-
-    def step_once(rows, transition):
-        x, rng, network = (
-            xt[rows],
-            CounterRng.from_seed(7, torch.tensor(rows)),
-            (TIMED.predict, TIMED.logits_at, MASK),
-        )
-        state = SamplerState(
-            x.clone(), x == MASK, torch.ones_like(x).bool(), *network, rng, SamplingParams()
-        )
-        return reverse_step(state, transition, SamplingParams()).tokens
-
-    together = step_once([0, 1], plans.Transition(*columns))
-    for row, step in ((0, 2), (1, 4)):
-        assert torch.equal(step_once([row], plan[step])[0], together[row])
-
-
-XT = templates(0)
-ALL_FIXED = torch.ones_like(XT, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("xt", "changes", "message"),
-    [
-        (XT, {"is_fixed": ALL_FIXED}, "row 0, position 0 is fixed but holds the mask"),
-        (XT, {"block": 0}, "block must be at least 1"),
-        (XT, {"sampler": None}, "as a masked model needs"),
-        (XT, {"sampler": "ancestral"}, "build_sampler"),
-        (torch.full((1, 21), MASK), {}, "this model's rows at most 20"),
-    ],
-)
-def test_wrong_arguments_are_refused(xt, changes, message):
-    with pytest.raises(ValueError, match=message):
-        next(stream_tokens(LEARNED, xt, **({"sampler": plans.ancestral(6), "seed": 0} | changes)))
+        frames = run(LEARNED, xt, name, block=block)
+        assert len(frames) > 1 and torch.equal(frames[-1].tokens, xt) and not any(frames[-1].nfe)
 
 
 def test_models_that_cannot_be_sampled_are_refused():
     broken = small_model()
     broken.head.bias.data[0] = torch.nan
     with pytest.raises(ValueError, match=r"head.bias: training of this model has diverged"):
-        compile_for_sampling(broken)
+        build_evaluator(broken)

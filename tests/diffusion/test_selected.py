@@ -17,7 +17,7 @@ from adlm.diffusion.plans import ancestral, remask_cap, reverse_distribution
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import selected_loss
-from adlm.generate import compile_for_sampling
+from adlm.models.evaluator import build_evaluator
 from bench.plain import plain_law, plain_logits, plain_loss, subs
 from tests.world import MASK, VOCAB, compute_probs, random_tokens, small_model
 
@@ -208,7 +208,7 @@ def test_the_law_of_a_sampling_step_is_the_plain_one(step, top_p):
     for plan in (ancestral(7), remask_cap(7, eta=0.3)):
         with torch.no_grad():
             plain = plain_law(model, xt, plan[step], top_p)
-            logits = compile_for_sampling(model).logits_at(model(xt).final)
+            logits = build_evaluator(model).logits_at(model(xt).final)
         probs = compute_probs(logits.flatten(0, 1), SamplingParams(top_p=top_p)).view(logits.shape)
         ours = reverse_distribution(xt, probs, plan[step], MASK)
         torch.testing.assert_close(ours, plain.double(), atol=1e-6, rtol=0)

@@ -10,9 +10,9 @@ import torch
 from adlm.diffusion.anchors import every_token, listed_tokens, random_positions, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, collect_batch, corrupt
 from adlm.diffusion.objectives import MaskedDiffusion, training_loss
-from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import ancestral, reverse_distribution
 from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.samplers import first_hitting
 from adlm.diffusion.schedules import Cosine, LogLinear, discrete_loss_weight, discrete_time
 from adlm.likelihood import estimate_nll
 from tests.world import TinyWorld, ancestral_law, exact_law, random_model

@@ -5,13 +5,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adlm.diffusion import denoising
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
-from adlm.diffusion.samplers import SAMPLERS, build_sampler
-from adlm.generate import compile_for_sampling, stream_tokens
-from tests.world import OPTIONS, TinyWorld, ancestral_law, chi_square_p, exact_law, random_model
+from adlm.diffusion.samplers import SAMPLERS, RemaskByConfidence, build_sampler, first_hitting
+from adlm.models.evaluator import build_evaluator
+from tests.world import (
+    OPTIONS,
+    TinyWorld,
+    ancestral_law,
+    chi_square_p,
+    exact_law,
+    fill,
+    random_model,
+)
 
 ROWS = 20_000
 WORLDS = {
@@ -26,25 +32,21 @@ WORLDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _many_at_once(monkeypatch):
-    """Three-token logits are small: more rows of them at a time than a vocabulary of 50,000 would allow."""
-    monkeypatch.setitem(denoising.MAX_LOGIT_ROWS, "cpu", 4096)
-
-
 def count_texts(world, sampler, start, **options):
     """How often each state (S,) is the last of 20,000 rows."""
-    xt = start.expand(ROWS, -1)
-    *_, last = stream_tokens(compile_for_sampling(world.model), xt, sampler, seed=5, **options)
-    assert not (last.tokens == world.mask).any() and not last.is_masked.any()
-    return torch.bincount(world.number(last.tokens), minlength=len(world.states))
+    evaluator = build_evaluator(world.model)
+    evaluator.max_logit_rows = 4096  # of four tokens: they are small
+    tokens = fill(evaluator, start.expand(ROWS, -1), sampler, seed=5, **options)
+    assert not (tokens == world.mask).any()
+    return torch.bincount(world.number(tokens), minlength=len(world.states))
 
 
 def p_value(world, sampler, *, sampling=None, start=None, is_free=None, block=None):
     """How likely counts as far from the exact law as ours are."""
     start = world.start() if start is None else start
     is_fixed = None if is_free is None else ~is_free.expand(ROWS, -1)
-    counts = count_texts(world, sampler, start, sampling=sampling, is_fixed=is_fixed, block=block)
+    options = {} if sampling is None else {"sampling": sampling}
+    counts = count_texts(world, sampler, start, is_fixed=is_fixed, block=block, **options)
     law = exact_law(world, sampler, sampling, start, is_free, block)
     assert float(law.sum()) == pytest.approx(1, abs=1e-9)
     assert float(law.max()) < 0.9  # a law without choice would test nothing
@@ -157,7 +159,9 @@ def test_a_draft_that_is_not_fixed_may_be_hidden_again():
 @pytest.mark.parametrize("name", sorted({name for name, *_ in PLANS}))
 def test_one_step_of_every_plan_is_the_reverse_distribution(name, compat):
     """`reverse_distribution` and the enumeration push a distribution to the same place, step by step."""
-    world, plan = WORLDS["learned"], build_sampler(name, steps=6, compat=compat)
+    world, sampler = WORLDS["learned"], build_sampler(name, steps=6, compat=compat)
+    by_confidence = isinstance(sampler, RemaskByConfidence)
+    plan = sampler.plan if by_confidence else sampler
     assert isinstance(plan, Plan)
     eye = torch.eye(world.vocab, dtype=torch.float64)
     for step in plan:
@@ -167,7 +171,7 @@ def test_one_step_of_every_plan_is_the_reverse_distribution(name, compat):
         visible = (1 - remask) * eye[world.states] + remask * eye[world.mask]
         is_hidden = world.states == world.mask
         torch.testing.assert_close(law[~is_hidden], visible[~is_hidden])
-        if not plan.by_confidence and not compat:  # the visible share after the step is alpha_s
+        if not by_confidence and not compat:  # the visible share after the step is alpha_s
             visible_after = step.alpha_t * (1 - remask) + (1 - step.alpha_t) * float(
                 step.reveal_prob
             )

@@ -13,10 +13,12 @@ import torch
 
 import adlm
 from adlm import LM
-from adlm.diffusion.categorical import SamplingParams, TokenLimits
-from adlm.diffusion.orders import entropy, entropy_bounded, next_positions
+from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.samplers import entropy_bounded, negative_entropy
+from adlm.diffusion.sampling import View
 from tests.text.models import lm as small_lm
-from tests.world import OPTIONS, SAMPLING
+from tests.world import OPTIONS, SAMPLING, fill
 
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
@@ -54,15 +56,9 @@ def generate_ours(
     xt = torch.cat([tokens, torch.full((len(tokens), NEW), lm.tokenizer.mask_id)], -1)
     is_banned = torch.zeros(1, lm.model.config.vocab_size, dtype=torch.bool)
     is_banned[0, banned] = True
-    frames = adlm.stream_tokens(
-        lm.predictor,
-        xt,
-        adlm.build_sampler(name, **OPTIONS[name]),
-        seed=seed,
-        sampling=SamplingParams(top_p=0.9),
-        limits=TokenLimits(torch.zeros_like(xt), is_banned),
-    )
-    return list(frames)[-1].tokens[:, tokens.shape[1] :].tolist()
+    sampler, sampling = adlm.build_sampler(name, **OPTIONS[name]), SamplingParams(top_p=0.9)
+    filled = fill(lm.evaluator, xt, sampler, seed=seed, sampling=sampling, banned=is_banned)
+    return filled[:, tokens.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -122,8 +118,17 @@ def test_our_entropy_rule_is_that_of_diffusers() -> None:
     logits = torch.randn(1000, 16, 11) * torch.rand(1000, 16, 1) * 8
     theirs = diffusers.EntropyBoundScheduler(entropy_bound=0.5, t_max=1.0, t_min=1.0)
     accepted = theirs.step(logits, 0, torch.zeros(1000, 16, dtype=torch.int64)).accepted_index
-    scores = -entropy(logits.flatten(0, 1)).view(1000, 16)
-    ours = next_positions(entropy_bounded(0.5), scores, torch.ones_like(accepted), 0)
+    sampler, rows = entropy_bounded(0.5), torch.zeros(1000, dtype=torch.int64)
+    view = View(
+        step=rows,
+        is_hidden=torch.ones_like(accepted),
+        is_free=torch.ones_like(accepted),
+        first_hidden=rows + 16,
+        rng=CounterRng(rows, rows),
+        columns={"bound": torch.full((1000,), sampler.bound, dtype=torch.float64)},
+        scores=negative_entropy(logits.flatten(0, 1)).view(1000, 16),
+    )
+    ours = sampler.move(view).reveal
     assert torch.equal(ours, accepted)
     assert 1 < float(ours.sum(-1).float().mean()) < 16
 

@@ -23,7 +23,7 @@ if os.environ.get("ADLM_ALL") != "1":
 from fastapi.testclient import TestClient
 
 from adlm.serve.app import MAX_BODY_BYTES, create_app
-from adlm.serve.engine import EngineLimits, RowFrame, Ticket
+from adlm.serve.engine import EngineLimits, Ticket
 from adlm.serve.protocol import TextReader
 
 QUICK = {"steps": 6, "seed": 3, "max_tokens": 12}
@@ -112,12 +112,12 @@ def replay_logprobs(model: LM, **settings: Any) -> list[float]:
     for step in model.stream_request(request):
         if before is not None:
             tokens = before.frame.tokens.clamp(max=model.model.config.vocab_size - 1)
-            features = model.predictor.predict(tokens, torch.zeros(1), None)[0]
-            logits = model.predictor.logits_at(features)
+            features = model.evaluator.model(tokens, torch.zeros(1)).final[0]
+            logits = model.evaluator.logits_at(features)
             if model.row_format.is_causal:
                 logits = logits.roll(1, 0)
             logprobs = logits.masked_fill(banned[:, : logits.shape[1]], -torch.inf).log_softmax(-1)
-            for at in (step.frame.changed & ~step.frame.is_masked)[0].nonzero()[:, 0].tolist():
+            for at in (step.frame.changed & ~step.frame.is_hidden)[0].nonzero()[:, 0].tolist():
                 drawn[at] = float(logprobs[at, step.frame.tokens[0, at]])
         before = step
     return [drawn[at] for at, is_fixed in enumerate(layout.is_fixed) if not is_fixed]
@@ -457,7 +457,7 @@ def test_holes_that_cannot_fit_are_refused_before_they_are_laid_out(client: Test
 
 def test_a_failure_while_sampling_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm("mdlm")
-    monkeypatch.setattr(model.predictor, "logits_at", lambda features: 1 / 0)
+    monkeypatch.setattr(model.evaluator, "logits_at", lambda features: 1 / 0)
     with TestClient(create_app(model), raise_server_exceptions=False) as client:
         response = client.post("/v1/completions", json={"prompt": "the", **QUICK})
         assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
@@ -478,9 +478,6 @@ def test_settled_text_is_whole_characters() -> None:
     ids += layout.ids[len(ids) :]
     reader = TextReader(layout, layout.spans[1:])
     start = layout.is_fixed.index(False)
-    chunks = [
-        reader.read(RowFrame(0, layout, i, ids, i, 0, i == len(ids)))
-        for i in range(start, len(ids) + 1)
-    ]
+    chunks = [reader.read(ids, i, is_done=i == len(ids)) for i in range(start, len(ids) + 1)]
     assert "".join(chunks) == text and not any("\ufffd" in chunk for chunk in chunks)
     assert sum(map(bool, chunks)) == len(text)

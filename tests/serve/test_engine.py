@@ -8,20 +8,20 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-import torch
 
-from adlm.serve.batches import MaskedBatch
+from adlm.diffusion.sampling import RunningBatch
 from adlm.serve.engine import (
     ALL,
+    LAST,
     Engine,
     EngineLimits,
     QueueFullError,
-    RowFrame,
     Ticket,
     generate_rows,
     stream_rows,
 )
 from adlm.text.generation import GenerationRequest
+from adlm.text.lm import StreamStep
 from tests.text.models import lm
 
 SLOW = {"sampler": "ancestral", "steps": 2000, "max_new_tokens": 16}
@@ -35,18 +35,20 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("the condition did not become true in 5 s")
 
 
-def submit(engine: Engine, request: GenerationRequest) -> tuple[Any, Future[list[RowFrame]]]:
-    frames, future = list[RowFrame](), Future[list[RowFrame]]()
+def submit(
+    engine: Engine, request: GenerationRequest, wanted: str = LAST
+) -> tuple[Any, Future[list[StreamStep]]]:
+    frames, future = list[StreamStep](), Future[list[StreamStep]]()
 
-    def notify(news: list[RowFrame] | Exception) -> None:
+    def notify(news: list[StreamStep] | Exception) -> None:
         if isinstance(news, Exception):
             future.set_exception(news)
             return
         frames.extend(news)
-        if sum(frame.is_done for frame in frames) == len(request.rows):
+        if sum(step.frame.is_done[0] for step in frames) == len(request.build_rows()):
             future.set_result(frames)
 
-    return engine.submit(Ticket(request, notify)), future
+    return engine.submit(Ticket(request, notify, wanted)), future
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])
@@ -78,12 +80,11 @@ def test_all_frames_are_those_of_a_stream() -> None:
     request = model.build_request("the", steps=6, max_new_tokens=9, seed=3)
 
     async def run(engine: Engine) -> list[list[int]]:
-        return [frame.ids async for frame in stream_rows(engine, request, ALL)]
+        return [step.ids[0] async for step in stream_rows(engine, request, ALL)]
 
     with Engine(model) as engine:
         assert (
-            asyncio.run(run(engine))
-            == [step.frame.tokens[0].tolist() for step in model.stream_request(request)][1:]
+            asyncio.run(run(engine)) == [step.ids[0] for step in model.stream_request(request)][1:]
         )
 
 
@@ -94,14 +95,14 @@ def test_a_slow_reader_gets_fewer_frames_and_the_whole_text(
     request = model.build_request("the", steps=200, max_new_tokens=9, seed=3, sampler="ancestral")
     monkeypatch.setattr("adlm.serve.engine.MAX_UNREAD", 4)
 
-    async def run(engine: Engine) -> list[RowFrame]:
+    async def run(engine: Engine) -> list[StreamStep]:
         frames = stream_rows(engine, request, ALL)
         await asyncio.to_thread(wait_for, lambda: engine.stats.texts == 1)
         return [frame async for frame in frames]
 
     with Engine(model) as engine:
         frames = asyncio.run(run(engine))
-    assert len(frames) < 200 and frames[-1].row.text == model.run_request(request).texts[0]
+    assert len(frames) < 200 and frames[-1].texts[0] == model.run_request(request).texts[0]
 
 
 def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(
@@ -113,21 +114,23 @@ def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(
         model.build_request("a", steps=4, max_new_tokens=5),
     )
     with Engine(model, EngineLimits(max_rows=1)) as engine:
-        keep = MaskedBatch.keep
+        leave = RunningBatch.leave
 
-        def keep_and_note(batch: MaskedBatch, is_kept: torch.Tensor) -> None:
-            steps_at_removal.append(engine.stats.steps)
-            keep(batch, is_kept)
+        def leave_and_note(batch: RunningBatch[Any], rows: Any) -> None:
+            leaving = list(rows)
+            if leaving:
+                steps_at_removal.append(engine.stats.steps)
+            leave(batch, leaving)
 
-        monkeypatch.setattr(MaskedBatch, "keep", keep_and_note)
-        ticket, first = submit(engine, slow)
+        monkeypatch.setattr(RunningBatch, "leave", leave_and_note)
+        ticket, first = submit(engine, slow, ALL)
         wait_for(lambda: engine.running == 1)
         _, second = submit(engine, fast)
         assert not second.done()
         engine.cancel(ticket)
         steps = engine.stats.steps
         (frame,) = second.result(10)
-        assert frame.row.text == model.run_request(fast).texts[0]
+        assert frame.texts[0] == model.run_request(fast).texts[0]
         assert steps_at_removal[0] <= steps + 1
         assert not first.done() and engine.stats.cancelled == 1
 
@@ -150,7 +153,7 @@ def test_a_skipped_row_leaves_and_the_others_finish() -> None:
     model, skipped = lm(), set[int]()
     request = model.build_request("the", n=3, steps=6, max_new_tokens=9)
 
-    async def run(engine: Engine) -> list[RowFrame]:
+    async def run(engine: Engine) -> list[StreamStep]:
         frames = []
         async for frame in stream_rows(engine, request, ALL, skipped=skipped):
             frames.append(frame)
@@ -158,9 +161,9 @@ def test_a_skipped_row_leaves_and_the_others_finish() -> None:
         return frames
 
     with Engine(model) as engine:
-        done = [frame for frame in asyncio.run(run(engine)) if frame.is_done]
+        done = [step for step in asyncio.run(run(engine)) if step.frame.is_done[0]]
     texts = model.run_request(request).texts
-    assert {frame.index: frame.row.text for frame in done} == {0: texts[0], 2: texts[2]}
+    assert {step.frame.rows[0].index: step.texts[0] for step in done} == {0: texts[0], 2: texts[2]}
     assert engine.stats.texts == 3 and engine.stats.cancelled == 0
     assert 18 <= engine.stats.tokens <= 27
 
@@ -170,14 +173,14 @@ def test_steps_are_taken_during_a_call() -> None:
     request = model.build_request("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
         (frame,) = engine.call(lambda: submit(engine, request)[1].result(10)).result(10)
-    assert frame.row.text == model.run_request(request).texts[0]
+    assert frame.texts[0] == model.run_request(request).texts[0]
 
 
 def test_on_a_gpu_steps_and_calls_alternate() -> None:
     model = lm()
     with Engine(model) as engine:
         engine.turns.is_needed = True
-        ticket = submit(engine, model.build_request("the", **SLOW))[0]
+        ticket = submit(engine, model.build_request("the", **SLOW), ALL)[0]
         wait_for(lambda: engine.stats.steps > 2)
 
         def count_steps() -> tuple[int, int]:
@@ -197,7 +200,7 @@ def test_the_queue_is_bounded_and_recovers() -> None:
     model = lm()
     slow = model.build_request("the", **SLOW)
     with Engine(model, EngineLimits(max_rows=2, max_waiting=3)) as engine:
-        tickets = [submit(engine, slow)[0] for _ in range(5)]
+        tickets = [submit(engine, slow, ALL)[0] for _ in range(5)]
         with pytest.raises(QueueFullError, match="at most 5 may") as caught:
             submit(engine, slow)
         assert 1 <= caught.value.retry_after <= 60
@@ -227,7 +230,7 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(
     model = lm("mdlm")
     request = model.build_request("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
-        monkeypatch.setattr(model.predictor, "logits_at", lambda features: 1 / 0)
+        monkeypatch.setattr(model.evaluator, "logits_at", lambda features: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             submit(engine, request)[1].result(10)
         monkeypatch.undo()
@@ -239,7 +242,7 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(
 
 def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm("mdlm")
-    monkeypatch.setattr(model.predictor, "logits_at", lambda features: 1 / 0)
+    monkeypatch.setattr(model.evaluator, "logits_at", lambda features: 1 / 0)
 
     async def run(engine: Engine) -> None:
         frames = stream_rows(engine, model.build_request("the", steps=4, max_new_tokens=5))
@@ -256,7 +259,9 @@ def test_a_row_that_cannot_join_is_answered(monkeypatch: pytest.MonkeyPatch) -> 
     model = lm()
     request = model.build_request("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
-        monkeypatch.setattr("adlm.serve.batches.MaskedBatch.join", lambda self, rows: 1 / 0)
+        monkeypatch.setattr(
+            "adlm.serve.engine.RunningBatch.join", lambda self, rows: [1 / 0 for _ in rows]
+        )
         with pytest.raises(ZeroDivisionError):
             submit(engine, request)[1].result(10)
         monkeypatch.undo()
@@ -272,7 +277,7 @@ def test_stopping_answers_or_finishes_what_is_left() -> None:
     engine.stop(drain=True)
     assert future.result(0)
     engine = Engine(model).start()
-    _, future = submit(engine, model.build_request("the", **SLOW))
+    _, future = submit(engine, model.build_request("the", **SLOW), ALL)
     engine.stop()
     with pytest.raises(QueueFullError, match="stopped"):
         future.result(5)

@@ -136,7 +136,7 @@ def test_other_errors(call: Callable[[], object], parts: tuple[str, ...]) -> Non
 def test_a_request_is_checked_before_a_network_chooses_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LM, "predictor", property(lambda self: pytest.fail("the network ran")))
+    monkeypatch.setattr(LM, "evaluator", property(lambda self: pytest.fail("the network ran")))
     assert_refused(lambda: FRAMED.infill("a ___ b", sampler="magic"), "unknown sampler")
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, is_valid
 from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
@@ -18,6 +20,8 @@ from adlm.diffusion.masking import ForwardProcess, corrupt, mask_tokens
 from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.samplers import takes_steps
+from adlm.diffusion.sampling import Positions, sample
+from adlm.diffusion.sampling import Row as SampledRow
 from adlm.diffusion.schedules import LogLinear, noise_level
 from adlm.evaluate import stats
 from adlm.evaluate.cache import (
@@ -33,12 +37,12 @@ from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, sho
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.stats import estimate_ratio, flatten_estimates
-from adlm.generate import Predictor
 from adlm.likelihood import draw_position, group_rows
+from adlm.models.evaluator import ModelEvaluator
 from adlm.models.language_model import LanguageModel
-from adlm.text.generation import GenerationRequest, check_whole_numbers
-from adlm.text.lm import LM, GeneratedRow, denoise_rows
-from adlm.text.templates import Layout, classify_tokens
+from adlm.text.generation import GenerationRequest, TextRow, check_whole_numbers
+from adlm.text.lm import LM
+from adlm.text.templates import classify_tokens
 
 SCHEDULE = LogLinear()
 LEVELS = 32  # of masking: features that are k levels stale saw the text at time t + k / LEVELS
@@ -232,59 +236,59 @@ class NoisyRows:
 # Texts.
 
 
-class PerturbedPredictor(Predictor):
-    """A predictor with perturbed anchor features, for one batch after another: see `begin_batch`."""
+class PerturbedEvaluator(ModelEvaluator):
+    """An evaluator with perturbed anchor features; each row has its own count of evaluations and stale features."""
 
     def __init__(self, lm: LM, perturbation: Perturbation, seed: int) -> None:
-        super().__init__(lm.model, lm.device, is_compiled=False)
+        super().__init__(lm.model, lm.device)
         self.perturbation, self.seed = perturbation, seed
+        self.turns: dict[SampledRow, int] = {}
+        self.anchors: dict[SampledRow, Tensor] = {}  # (L, dim)
 
-    def begin_batch(self, rows: Sequence[tuple[Layout, int]]) -> None:
-        """Take the numbers and lengths of a batch; a row's count of evaluations and stale features are its own."""
-        self.numbers = torch.tensor([number for _, number in rows])
-        self.lengths = torch.tensor([len(layout) for layout, _ in rows])
-        shape = (len(rows), int(self.lengths.max()), self.config.dim)
-        self.turns, self.anchor = torch.zeros_like(self.numbers), self.head[0].new_zeros(shape)
-
-    def predict(
+    def features(
         self,
         tokens: Tensor,
         noise_level: Tensor,
-        valid: Tensor | None,
-        places: Tensor | None = None,
+        valid: Tensor | None = None,
+        rows: Sequence[SampledRow] = (),
+        next_position: Positions | None = None,
     ) -> Tensor:
         """The denoiser's features (n, L, dim); noise follows from a row's number and its count of evaluations."""
-        assert places is not None
         each, level = self.perturbation, noise_level.to(self.device)
-        turns, at = self.turns[places], places.to(self.device)
-        due = (
-            (turns % (int(each.amount) if each.kind == "stale" else 1) == 0)
-            .nonzero()[:, 0]
-            .to(self.device)
-        )
+        valid = None if valid is None else valid.to(self.device)
+        turns = [self.turns.get(row, 0) for row in rows]
+        period = int(each.amount) if each.kind == "stale" else 1
+        due = torch.tensor([i for i, turn in enumerate(turns) if turn % period == 0])
         if len(due):
+            due = due.to(self.device)
             is_text = None if valid is None else valid[due]
-            self.anchor[at[due]] = self.model.anchor_features(
-                tokens[due], level[due], valid=is_text
-            )
-        self.turns[places] += 1
-        numbers, lengths = self.numbers[places].tolist(), self.lengths[places].tolist()
-        anchor = each.apply(self.anchor[at], self.seed, numbers, turns.tolist(), lengths)
+            fresh = self.model.anchor_features(tokens[due], level[due], valid=is_text)
+            for i, features in zip(due.tolist(), fresh, strict=True):
+                self.anchors[rows[i]] = features[: len(rows[i].tokens)]
+        for row, turn in zip(rows, turns, strict=True):
+            self.turns[row] = turn + 1
+        anchor = pad_sequence([self.anchors[row] for row in rows], batch_first=True)
+        anchor = F.pad(anchor, (0, 0, 0, tokens.shape[1] - anchor.shape[1]))
+        numbers = [row.number for row in rows]
+        lengths = [len(row.tokens) for row in rows]
+        anchor = each.apply(anchor, self.seed, numbers, turns, lengths)
         return self.model.denoise_features(anchor, level, valid=valid)
 
 
 @dataclass(frozen=True)
-class TracedRow(GeneratedRow):
+class TracedRow:
     """A generated row, and the step in which each of its tokens was revealed for the last time."""
 
+    row: TextRow
     steps: NDArray[np.int64]
 
     @property
     def is_generated(self) -> NDArray[np.bool_]:
         """Which tokens were generated and stand before the end of the text."""
-        is_generated, last = ~np.array(self.layout.is_fixed), self.layout.spans[-1]
-        hole, eos_id = self.ids[last.start : last.end], self.layout.tokenizer.eos_id
-        if self.layout.may_end and eos_id in hole:
+        layout, ids = self.row.layout, self.row.ids
+        is_generated, last = ~np.array(layout.is_fixed), layout.spans[-1]
+        hole, eos_id = ids[last.start : last.end], layout.tokenizer.eos_id
+        if layout.may_end and eos_id in hole:
             is_generated[last.start + hole.index(eos_id) :] = False
         return is_generated
 
@@ -293,19 +297,21 @@ def sample_rows(
     lm: LM, request: GenerationRequest, perturbation: Perturbation = NONE
 ) -> Iterator[TracedRow]:
     """Generate the rows of `lm.run_request(request)`, or the same with perturbed anchor features."""
-    perturbed = None if perturbation == NONE else PerturbedPredictor(lm, perturbation, request.seed)
-    batch = 1 if perturbed and lm.deterministic else request.settings.batch
-    for first in range(0, len(request.rows), batch):
-        rows = request.rows[first : first + batch]
-        if perturbed:
-            perturbed.begin_batch(rows)
-        steps = torch.zeros(len(rows), max(len(layout) for layout, _ in rows), dtype=torch.int64)
-        for frame in denoise_rows(perturbed or lm.predictor, request, rows):
-            steps[(frame.changed & ~frame.is_masked).cpu()] = frame.step
-        for (layout, _), ids, nfe, own in zip(
-            rows, frame.tokens.tolist(), frame.nfe.tolist(), steps, strict=True
-        ):
-            yield TracedRow(layout, ids[: len(layout)], nfe, own[: len(layout)].numpy())
+    evaluator = lm.evaluator
+    if perturbation != NONE:
+        evaluator = PerturbedEvaluator(lm, perturbation, request.seed)
+    rows = request.build_rows()
+    batch = 1 if perturbation != NONE and lm.deterministic else request.settings.batch
+    banned = classify_tokens(lm.tokenizer).banned
+    for first in range(0, len(rows), batch):
+        part = rows[first : first + batch]
+        steps = {row: np.zeros(len(row.layout), np.int64) for row in part}
+        for frame in sample(evaluator, part, banned=banned):
+            revealed = (frame.changed & ~frame.is_hidden).numpy()
+            for i, row in enumerate(frame.rows):
+                steps[row][revealed[i, : len(row.layout)]] = frame.step[i]
+        for row in part:
+            yield TracedRow(row, steps[row])
 
 
 Row = Mapping[str, Any]
@@ -466,12 +472,12 @@ def measure_model(
                 samples.append(samples[0] | each.as_dict())
             else:
                 generated = texts if each.kind == "none" else list(sample_rows(lm, request, each))
-                nfe = float(np.mean([row.nfe for row in generated]))
+                nfe = float(np.mean([text.row.nfe for text in generated]))
                 samples.append(
                     {
                         **each.as_dict(),
                         "nfe": nfe,
-                        **scorer([row.text for row in generated]).as_row(),
+                        **scorer([text.row.text for text in generated]).as_row(),
                     }
                 )
     return {"guesses": tally.summarize(), "losses": losses, "samples": samples, "reveals": reveals}
@@ -572,7 +578,7 @@ def summarize_reveals(sampler: str, texts: Sequence[TracedRow], rule: AnchorRule
     """Mean normalized ranks of reveals (0 first, 1 last) of the finished texts' anchors and of other tokens."""
     sums, different = np.zeros((len(texts), 4)), []  # rank and count of anchors, of others
     for number, text in enumerate(texts):
-        is_anchor = rule(torch.tensor([text.ids]), None)[0].numpy()[text.is_generated]
+        is_anchor = rule(torch.tensor([text.row.ids]), None)[0].numpy()[text.is_generated]
         revealed = text.steps[text.is_generated]
         rank = (stats.rank_values(revealed) - 0.5) / len(
             revealed

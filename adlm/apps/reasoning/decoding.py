@@ -1,21 +1,21 @@
 """Greedy batched decoding with the key-value cache: problems in, answers out."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from adlm.apps.reasoning.arms import RowLayout, collate
 from adlm.apps.reasoning.items import Markers
 from adlm.apps.reasoning.losses import feed_back
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.denoising import continue_tokens
-from adlm.diffusion.rng import CounterRng
-from adlm.likelihood import compute_logits
+from adlm.diffusion.samplers import LeftToRight
+from adlm.diffusion.sampling import Row, RunningBatch
+from adlm.models.evaluator import CausalEvaluator
 from adlm.models.language_model import LanguageModel
 
 DECODED_ROWS = 1024  # decoded at a time
@@ -61,44 +61,57 @@ def decode_greedily(
         )
     was_training = model.training
     model.eval()
-    rows = [
+    prompts = [
         layout._replace(tokens=layout.tokens[: layout.prompt + 1]) for layout in layouts
     ]  # read up to the prompt
-    batch = collate(rows, [()] * len(rows), feedback=feedback).to(device)
+    batch = collate(prompts, [()] * len(layouts), feedback=feedback).to(device)
     inputs = feed_back(model, batch)
-    prompts = torch.tensor([layout.prompt for layout in layouts])
-    is_fixed, cache = torch.arange(length) < prompts[:, None], model.new_cache(len(rows), length)
-    is_prompt = is_fixed.to(device)
-
-    def predict(tokens: Tensor) -> Tensor:
-        """Read the next tokens (B, n) and return the features (B, dim) of the last of them."""
-        start, end = cache[0].used, cache[0].used + tokens.shape[1]
-        if feedback and start < longest:
-            tokens = torch.where(
-                is_prompt[:, start:end, None], inputs[:, start:end], model.embed(tokens)
-            )
-        return model(tokens, cache=cache).final[:, -1]
-
-    xt, rng = F.pad(batch.xt, (0, max_new_tokens)), CounterRng.from_seed(0, len(rows))
-    sampling, head = SamplingParams(0.0), partial(compute_logits, model)
-    with torch.autocast(device.type, enabled=False):
-        for frame in continue_tokens(
-            xt, predict, head, is_fixed=is_fixed, rng=rng, sampling=sampling
-        ):
-            is_end = ((frame.tokens == markers.end).cpu() & ~is_fixed & ~frame.is_masked).any(-1)
-            is_cut = ~frame.is_masked[torch.arange(len(rows)), (prompts + max_new_tokens - 1)]
-            if bool((is_end | is_cut).all()):
-                break
     model.train(was_training)
+
+    rows = []
+    for layout, tokens in zip(layouts, batch.xt.cpu(), strict=True):
+        text = F.pad(tokens[: layout.prompt], (0, max_new_tokens))
+        is_fixed = torch.arange(len(text)) < layout.prompt
+        rows.append(Row(text, LeftToRight(), is_fixed, sampling=SamplingParams(0.0)))
+    evaluator = FeedbackEvaluator(model, device, torch.float32)
+    if feedback:
+        for row, layout, embedded in zip(rows, layouts, inputs, strict=True):
+            evaluator.inputs[row] = embedded[: layout.prompt]
+
+    running = RunningBatch(evaluator, rows)
+    while running.rows:
+        with torch.autocast(device.type, enabled=False):
+            frame = running.step()
+        is_end = ((frame.tokens == markers.end).cpu() & frame.changed).any(-1)
+        ended = [row for row, ends in zip(frame.rows, is_end.tolist(), strict=True) if ends]
+        for i, row in enumerate(frame.rows):
+            row.filled = frame.tokens[i, : len(row.tokens)]
+        running.leave(ended)
+
     decoded = []
-    for row, layout in zip(frame.tokens.tolist(), layouts, strict=True):
-        written = row[layout.prompt : layout.prompt + max_new_tokens]
+    for row, layout in zip(rows, layouts, strict=True):
+        assert row.filled is not None
+        written = row.filled[layout.prompt :].tolist()
         written = written[: written.index(markers.end) + 1] if markers.end in written else written
         passes = len(written) + (len(layout.slots) if feedback else 0)
-        decoded.append(
-            Decoded(written, find_answer(layout.tokens[: layout.prompt] + written, markers), passes)
-        )
+        answer = find_answer(layout.tokens[: layout.prompt] + written, markers)
+        decoded.append(Decoded(written, answer, passes))
     return decoded
+
+
+class FeedbackEvaluator(CausalEvaluator):
+    """A causal evaluator whose prompts may be embeddings: at latent slots, features that were fed back."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.inputs: dict[Row, Tensor] = {}  # (L, dim)
+
+    def embed_prompts(self, tokens: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Return the embeddings of prompts, where they have some."""
+        if not self.inputs:
+            return tokens
+        embedded = pad_sequence([self.inputs[row] for row in rows], batch_first=True)
+        return embedded.float()
 
 
 def find_answer(tokens: Sequence[int], markers: Markers) -> list[int] | None:

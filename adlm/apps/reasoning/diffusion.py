@@ -6,7 +6,6 @@ Noise and loss are on the holes alone. The anchors of `adlm` are the numbers in 
 cells of a Sudoku (each digit occurs nine times in a solution, so that no digit is rarer than another).
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
@@ -27,7 +26,8 @@ from adlm.diffusion.masking import NoisyBatch, corrupt
 from adlm.diffusion.objectives import Loss, MaskedDiffusion, finish_batch, training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.samplers import build_sampler, takes_steps
-from adlm.generate import Predictor, stream_tokens
+from adlm.diffusion.sampling import Row, fill_rows
+from adlm.models.evaluator import build_evaluator
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS
 from adlm.registry import Registry
@@ -165,7 +165,7 @@ def fill_holes(
     """Fill the holes of questions; a row's result does not depend on the other rows."""
     device, mask_id = model.embed.weight.device, model.config.mask_id
     assert mask_id is not None
-    predictor = Predictor(model, device, torch.float32, is_compiled=False)
+    evaluator = build_evaluator(model, device, torch.float32)
     task, sampling = objective.task, objective.sampling
     rows = [task.lay_out(question) for question in questions]
     steps = (
@@ -174,30 +174,27 @@ def fill_holes(
     sampler = build_sampler(sampling.sampler, **steps)
 
     def fill(part: list[int]) -> list[Decoded]:
-        layouts, valid = pad_holes([rows[number] for number in part])
-        is_hole = layouts == task.hole
-        frames = stream_tokens(
-            predictor,
-            layouts.masked_fill(is_hole, mask_id),
-            sampler,
-            seed=0,
-            rows=torch.tensor(part),
-            sampling=SamplingParams(sampling.temperature),
-            is_fixed=~is_hole,
-            valid=valid,
-            block=sampling.block,
-        )
+        filled = []
+        for number in part:
+            layout = torch.tensor(rows[number])
+            is_hole = layout == task.hole
+            row = Row(
+                layout.masked_fill(is_hole, mask_id),
+                sampler,
+                ~is_hole,
+                number=number,
+                block=sampling.block,
+                sampling=SamplingParams(sampling.temperature),
+            )
+            filled.append(row)
         with torch.autocast(device.type, enabled=False):
-            (frame,) = deque(frames, maxlen=1)
-        return [
-            Decoded(
-                tokens[holes].tolist(),
-                task.find_answer(tokens[: len(rows[number])].tolist()),
-                passes,
-            )
-            for number, tokens, holes, passes in zip(
-                part, frame.tokens.cpu(), is_hole, frame.nfe.tolist(), strict=True
-            )
-        ]
+            texts = fill_rows(evaluator, filled)
+        decoded = []
+        for row, text in zip(filled, texts, strict=True):
+            assert row.is_fixed is not None
+            tokens = text.cpu()
+            answer = task.find_answer(tokens.tolist())
+            decoded.append(Decoded(tokens[~row.is_fixed].tolist(), answer, row.nfe))
+        return decoded
 
     return decode_in_batches([len(row) for row in rows], fill)

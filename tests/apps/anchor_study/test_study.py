@@ -211,7 +211,7 @@ def test_a_permutation_leaves_padding_and_follows_from_seed_row_and_turn() -> No
 
 
 def texts(rows: Any) -> list[tuple[str, int]]:
-    return [(row.text, row.nfe) for row in rows]
+    return [(row.text, row.nfe) for row in (getattr(each, "row", each) for each in rows)]
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -254,7 +254,7 @@ def test_stale_features_are_computed_at_every_third_evaluation(
 
     monkeypatch.setattr(LanguageModel, "anchor_features", spy)
     assert sum(
-        -(-row.nfe // 3) for row in sample_rows(model, request, Perturbation("stale", 3))
+        -(-text.row.nfe // 3) for text in sample_rows(model, request, Perturbation("stale", 3))
     ) == len(evaluated)
 
 
@@ -346,10 +346,13 @@ def test_the_most_confident_tokens_come_first() -> None:
     model = rigged("adlm", {}, seed=1)
     ramp = torch.zeros(1, 64, 16)
     ramp[..., 0] = torch.arange(64) / 4
-    model.predictor.predict = lambda tokens, *others: ramp[:, : tokens.shape[1]].expand(
+    evaluator = model.evaluator
+    evaluator.features = lambda tokens, *others: ramp[:, : tokens.shape[1]].expand(  # type: ignore[method-assign]
         len(tokens), -1, -1
-    )  # type: ignore[method-assign]
-    model.predictor.head[0].zero_()[65, 0] = 1.0
+    )
+    weight = torch.zeros(model.model.config.vocab_size, 16)
+    weight[65, 0] = 1.0
+    evaluator.logits_at = lambda features: features @ weight.T  # type: ignore[method-assign]
     request = model.build_request(n=4, length=20, sampler="confidence", steps=20)
     # BOS and ten others come before the anchors.
     reveals = measure_reveals(
@@ -366,7 +369,7 @@ def test_tokens_after_the_end_of_a_text_are_not_counted() -> None:
     request = model.build_request(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
     ends = []
     for text in sample_rows(model, request):
-        ids, eos_id = text.ids, model.tokenizer.eos_id
+        ids, eos_id = text.row.ids, model.tokenizer.eos_id
         ends.append(
             ids.index(eos_id, 1) if eos_id in ids[1:] else len(ids)
         )  # the first token begins a text
@@ -397,7 +400,7 @@ def test_a_study_has_all_parts_and_equals_its_json() -> None:
         "ancestral",
     ]
     texts = sample_rows(model, model.build_request(n=4, length=16, steps=4, sampler="remask_loop"))
-    own = TextScorer(model.tokenizer)([row.text for row in texts]).as_row()
+    own = TextScorer(model.tokenizer)([text.row.text for text in texts]).as_row()
     for sample in (
         whole["samples"][0],
         whole["samples"][3],
