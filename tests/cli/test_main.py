@@ -10,6 +10,7 @@ import pytest
 import adlm
 from adlm import __version__
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
+from adlm.cli.apps import APPS, load_app_command
 from adlm.config import list_recipes
 from adlm.settings import DEFAULT_STEPS, DEFAULT_TOP_P
 from tests.cli.terminal import ROOT, answer_json, assert_error, invoke, make_env
@@ -41,6 +42,16 @@ def test_help_names_the_commands_and_every_one_helps() -> None:
         assert helped.exit_code == 0 and "Usage: " in helped.stdout
         assert "--json" in helped.stdout
         assert invoke(command, "-h").stdout == helped.stdout
+
+
+@pytest.mark.parametrize("words", APPS)
+def test_the_help_of_an_app_is_listed_as_the_app_has_it(words: str) -> None:
+    *_, name = words.split()
+    own = " ".join(load_app_command(words).help.split())
+    assert own.startswith(APPS[words].help)
+    listed = " ".join(invoke(*words.split()[:-1], "--help").stdout.replace("│", " ").split())
+    assert f"{name} {APPS[words].help}" in listed
+    assert "Usage: " in invoke(*words.split(), "--help").stdout
 
 
 def test_defaults_survive_the_help() -> None:
