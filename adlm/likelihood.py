@@ -76,6 +76,115 @@ class NllEstimate:
         return self.nll * self.tokens / math.log(2) / size
 
 
+@dataclass(frozen=True)
+class RowBatch:
+    """Some rows, and which of their tokens count."""
+
+    row: Tensor  # (n,): the number of each row, from which its noise follows
+    x0: Tensor  # (n, L)
+    valid: Tensor | None  # (n, L), False at padding; None if there is none
+    is_given: (
+        Tensor | None
+    )  # (n, L): always visible and not counted; None if there are no such tokens
+    is_counted: Tensor  # (n, L)
+
+
+@dataclass(frozen=True)
+class NatsSettings:
+    """How nats are computed; the last four change nothing."""
+
+    draws: int = 1  # of noise, for each row
+    seed: int = 0
+    order: str | None = None  # of ORDERS, in which rows are revealed a token a step
+    given_tokens: Sequence[int] = ()  # visible wherever they occur, and not counted
+    max_rows: int | None = None  # the first ones; None: all
+    batch: int = 32  # rows at a time
+    evaluate: Evaluate | None = None  # calls a sharded model, equally often on each rank
+    ranks: Ranks | None = None  # the processes that share the rows
+    on_rows: Callable[[int, int], None] | None = None  # is told how many are done, of how many
+
+    def __post_init__(self) -> None:
+        if self.draws < 1 or self.batch < 1:
+            raise ValueError(
+                f"draws and batch must be at least 1, got {self.draws} and {self.batch}"
+            )
+
+    def count_rows(self, dataset: RowDataset) -> int:
+        """Return how many rows are evaluated."""
+        return len(dataset) if self.max_rows is None else min(self.max_rows, len(dataset))
+
+    def sum_rows(
+        self,
+        dataset: RowDataset,
+        compute_nats: Callable[[RowBatch, int], Tensor],
+        *,
+        count: int,
+        draws: int,
+        skip_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the nats of all rows under all draws, in batches that the ranks share."""
+        return _sum_rows(
+            dataset,
+            compute_nats,
+            count=count,
+            draws=draws,
+            batch=self.batch,
+            given_tokens=self.given_tokens,
+            skip_first=skip_first,
+            ranks=self.ranks,
+            on_rows=self.on_rows,
+        )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Rows of any lengths, and which of their tokens are scored; the others are given."""
+
+    rows: Sequence[Sequence[int]]
+    is_scored: Sequence[Sequence[bool]]
+
+
+@dataclass(frozen=True)
+class RowNats:
+    """The nats of each row's counted tokens."""
+
+    nats: Tensor  # (n,), float64: the mean over the draws of noise
+    tokens: Tensor  # (n,), float64
+    noise_variance: Tensor  # (n,), of the nats by their noise; NaN: a single draw does not show it
+    is_exact: Tensor  # (n,): the likelihood itself, not an upper bound
+    draws: int = 1
+    missing: float = 0.0  # the share of log(V - 1) that the bound lacks for a uniform prediction
+    note: str = ""  # what a reader must know about the bound
+
+    @staticmethod
+    def from_draws(
+        row_draws: Tensor, row_tokens: Tensor, times: Tensor | None = None, *, is_exact: bool
+    ) -> "RowNats":
+        """Take the mean of each row's draws (n, K)."""
+        count, draws = row_draws.shape
+        variance = torch.full((count,), 0.0 if is_exact else math.nan, dtype=torch.float64)
+        if draws > 1:
+            variance = noise_variance(row_draws, row_tokens, times)
+        exact = torch.full((count,), is_exact)
+        return RowNats(row_draws.mean(1), row_tokens, variance, exact, draws)
+
+    @property
+    def noise_stderr(self) -> float | None:
+        """The standard error of the nats per token by the noise alone; None: one draw does not show it."""
+        error = float(self.noise_variance.sum().sqrt() / self.tokens.sum())
+        return None if math.isnan(error) else error
+
+    def summarize(self, documents: Tensor | None = None) -> NllEstimate:
+        """The nats per token of all rows, with a standard error over documents or rows."""
+        return replace(
+            summarize_rows(self.nats, self.tokens, documents),
+            noise_stderr=self.noise_stderr,
+            draws=self.draws,
+            missing=self.missing,
+            note=self.note,
+        )
+
+
 def summarize_rows(
     row_nats: Tensor, row_tokens: Tensor, documents: Tensor | None = None
 ) -> NllEstimate:
@@ -147,52 +256,27 @@ def noise_variance(nats: Tensor, tokens: Tensor, times: Tensor | None = None) ->
     return nats.var(1) / nats.shape[1] * correction
 
 
-@dataclass(frozen=True)
-class RowBatch:
-    """Some rows, and which of their tokens count."""
-
-    row: Tensor  # (n,): the number of each row, from which its noise follows
-    x0: Tensor  # (n, L)
-    valid: Tensor | None  # (n, L), False at padding; None if there is none
-    is_given: (
-        Tensor | None
-    )  # (n, L): always visible and not counted; None if there are no such tokens
-    is_counted: Tensor  # (n, L)
-
-
-def _estimate(
-    rows: Tensor | RowDataset,
-    compute_nats: Callable[[RowBatch, int, int], Tensor],
+def _sum_rows(
+    dataset: RowDataset,
+    compute_nats: Callable[[RowBatch, int], Tensor],
     *,
+    count: int,
     draws: int,
-    is_exact: bool,
-    batch: int = 32,
-    given_tokens: Sequence[int] = (),
-    documents: Tensor | None = None,
-    ranks: Ranks | None = None,
-    on_rows: Callable[[int, int], None] | None = None,
-    max_rows: int | None = None,
-    skip_first: bool = False,
-    times_seed: int | None = None,
-) -> NllEstimate:
-    """Sum the nats (n,) that `compute_nats` returns for every batch, draw and the number of all rows."""
-    if draws < 1 or batch < 1:
-        raise ValueError(f"draws and batch must be at least 1, got {draws} and {batch}")
-    dataset = TensorRows(rows) if isinstance(rows, Tensor) else rows
-    count = len(dataset) if max_rows is None else min(max_rows, len(dataset))
-    documents = None if documents is None else documents[:count]
-    group_rows(count, documents)  # raises before anything is computed
+    batch: int,
+    given_tokens: Sequence[int],
+    skip_first: bool,
+    ranks: Ranks | None,
+    on_rows: Callable[[int, int], None] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the nats (n, K) that `compute_nats` returns for every batch and draw, and the counted tokens (n,)."""
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    row_draws, row_tokens = (
-        torch.zeros(count, draws, dtype=torch.float64),
-        torch.zeros(count, dtype=torch.float64),
-    )
+    row_draws = torch.zeros(count, draws, dtype=torch.float64)
+    row_tokens = torch.zeros(count, dtype=torch.float64)
     batches = torch.arange(count).split(batch)
     for turn in range(-(-len(batches) // world_size)):
         mine = turn * world_size + rank
-        row = batches[
-            min(mine, len(batches) - 1)
-        ]  # ranks without a batch still take part in the collectives
+        # Ranks without a batch still take part in the collectives.
+        row = batches[min(mine, len(batches) - 1)]
         x0, lengths = dataset.fetch(row)
         valid = None if lengths is None else is_valid(lengths, x0.shape[1])
         is_given = torch.isin(x0, torch.tensor(list(given_tokens))) if given_tokens else None
@@ -201,27 +285,15 @@ def _estimate(
             is_counted &= ~is_given
         is_counted[:, :1] &= not skip_first
         part = RowBatch(row, x0, valid, is_given, is_counted)
-        nats = torch.stack([compute_nats(part, draw, count) for draw in range(draws)], dim=1)
+        nats = torch.stack([compute_nats(part, draw) for draw in range(draws)], dim=1)
         if mine < len(batches):
-            row_draws[row], row_tokens[row] = nats, is_counted.sum(1).double()
+            row_draws[row] = nats
+            row_tokens[row] = is_counted.sum(1).double()
         if on_rows is not None:
             on_rows(min((turn + 1) * world_size * batch, count), count)
     if ranks is not None:
         row_draws, row_tokens = ranks.all_reduce_sum(row_draws), ranks.all_reduce_sum(row_tokens)
-    estimate = summarize_rows(row_draws.mean(1), row_tokens, documents)
-    noise_stderr = 0.0 if is_exact else None
-    if draws > 1:
-        times = None
-        if times_seed is not None:
-            places = [
-                draw_position(torch.arange(count), count, draw, draws, times_seed)
-                for draw in range(draws)
-            ]
-            times = torch.stack(places, dim=1) / count % 1
-        noise_stderr = float(
-            noise_variance(row_draws, row_tokens, times).sum().sqrt() / row_tokens.sum()
-        )
-    return replace(estimate, noise_stderr=noise_stderr, draws=draws)
+    return row_draws, row_tokens
 
 
 def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> Tensor:
@@ -234,33 +306,54 @@ def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> 
     return row.double() + count * (draw / draws + shift)
 
 
-@torch.no_grad()
 def estimate_nll(
     model: FeatureModel,
     rows: Tensor | RowDataset,
     objective: Objective | None = None,
     *,
-    batch: int = 32,
-    draws: int = 1,
-    seed: int = 0,
-    given_tokens: Sequence[int] = (),
     documents: Tensor | None = None,
-    max_rows: int | None = None,
-    evaluate: Evaluate | None = None,
-    ranks: Ranks | None = None,
-    on_rows: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> NllEstimate:
-    """Estimate the bound of an objective on rows (n, L), with `draws` noises each; exact if it is causal.
+    """Estimate the nats per token of rows (n, L), with a standard error over the documents (n,) in which rows begin,
+    else over rows; the options are those of `NatsSettings`."""
+    settings = NatsSettings(**options)
+    dataset = TensorRows(rows) if isinstance(rows, Tensor) else rows
+    count = settings.count_rows(dataset)
+    documents = None if documents is None else documents[:count]
+    group_rows(count, documents)  # raises before anything is computed
+    return row_nats(model, dataset, objective, settings).summarize(documents)
+
+
+@torch.no_grad()
+def row_nats(
+    model: FeatureModel,
+    rows: Tensor | RowDataset | Texts,
+    objective: Objective | None = None,
+    settings: NatsSettings | None = None,
+) -> RowNats:
+    """Compute each row's nats: the bound of an objective, exact if it is causal, or the likelihood under an order.
 
     The objective is by default the paper's: the NELBO of continuous time (Eq. 4 without an anchor term), or next
-    tokens. `given_tokens` are visible wherever they occur and not counted. The standard error is over the documents
-    (n,) in which rows begin, else over rows. `ranks` share the rows; a sharded model is called through `evaluate`,
-    equally often by each. A row's noise follows from (seed, its number, the draw), its times from `draw_position`.
+    tokens. `draws` noises are drawn for each row: they follow from (seed, its number, the draw), its times from
+    `draw_position`. Texts, whose scored tokens are few, are instead scored under sets of hidden tokens
+    (`choose_hidden_sets`), where the objective takes them.
+
+    With an `order` rows are revealed a token a step: exact, a bound for a random order, of which `draws` are drawn.
+    Scores are computed in float64, and of equal ones (to 1e-6) the left one comes first, so that rounding and batch
+    size change nothing.
     """
     objective = objective or default_objective(model)
-    draws = 1 if objective.is_causal else draws
+    settings = settings or NatsSettings()
+    if isinstance(rows, Texts):
+        return _text_nats(model, rows, objective, settings)
+    dataset = TensorRows(rows) if isinstance(rows, Tensor) else rows
+    count = settings.count_rows(dataset)
+    if settings.order is not None:
+        return _order_nats(model, dataset, count, settings)
+    draws = 1 if objective.is_causal else settings.draws
+    seed = settings.seed
 
-    def compute_nats(each: RowBatch, draw: int, count: int) -> Tensor:
+    def compute_nats(each: RowBatch, draw: int) -> Tensor:
         # Where every token is given nothing counts, but all ranks must call a sharded model.
         has_counted = bool(each.is_counted.any())
         scored = ScoredRows(
@@ -272,24 +365,20 @@ def estimate_nll(
             valid=each.valid,
             is_given=each.is_given if has_counted else None,
         )
-        return compute_row_nats(model, scored, objective, seed, evaluate) * has_counted
+        nats = compute_row_nats(model, scored, objective, seed, settings.evaluate)
+        return nats * has_counted
 
     with eval_mode(model):
-        estimate = _estimate(
-            rows,
-            compute_nats,
-            draws=draws,
-            is_exact=objective.is_causal,
-            batch=batch,
-            given_tokens=given_tokens,
-            documents=documents,
-            ranks=ranks,
-            on_rows=on_rows,
-            max_rows=max_rows,
-            skip_first=objective.is_causal,
-            times_seed=seed,
+        row_draws, row_tokens = settings.sum_rows(
+            dataset, compute_nats, count=count, draws=draws, skip_first=objective.is_causal
         )
-    return replace(estimate, missing=objective.missing, note=objective.note)
+    times = None
+    if draws > 1:
+        numbers = torch.arange(count)
+        places = [draw_position(numbers, count, draw, draws, seed) for draw in range(draws)]
+        times = torch.stack(places, dim=1) / count % 1
+    made = RowNats.from_draws(row_draws, row_tokens, times, is_exact=objective.is_causal)
+    return replace(made, missing=objective.missing, note=objective.note)
 
 
 def compute_row_nats(
@@ -326,20 +415,19 @@ def eval_mode(model: FeatureModel) -> Iterator[None]:
         model.train(was_training)
 
 
-class TokenNats(NamedTuple):
-    """Nats of the scored tokens of each row; the other tokens are given."""
+class HiddenSets(NamedTuple):
+    """Sets of hidden tokens, whose weighted nats add up to the NELBO."""
 
-    nats: Tensor  # (n,), float64
-    stderr: Tensor  # (n,), from the noise; 0 where all sets of hidden tokens were evaluated, NaN of a single draw
-    is_exact: Tensor  # (n,): the likelihood itself, not an upper bound
+    is_hidden: Tensor  # (s, tokens)
+    weight: Tensor  # (s,)
 
 
-def choose_hidden_sets(tokens: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
+def choose_hidden_sets(tokens: int, draws: int, seed: int) -> HiddenSets:
     """Choose the sets of hidden tokens from which the NELBO of a model without time conditioning is computed.
 
-    Returned are is_hidden (s, tokens) and the weight (s,) of each set's nats. The NELBO is the sum over k = 1 … tokens
-    of 1/k · (mean over the sets of k hidden tokens of their nats). Up to `MAX_ENUMERATED` tokens the sets are all there
-    are. Above, every draw has its own stratum of k and hides k random tokens.
+    The NELBO is the sum over k = 1 … tokens of 1/k · (mean over the sets of k hidden tokens of their nats). Up to
+    `MAX_ENUMERATED` tokens the sets are all there are. Above, every draw has its own stratum of k and hides k random
+    tokens.
     """
     sizes = torch.arange(1, tokens + 1)
     if tokens <= MAX_ENUMERATED:
@@ -347,14 +435,14 @@ def choose_hidden_sets(tokens: int, draws: int, seed: int) -> tuple[Tensor, Tens
         share = torch.tensor(
             [1 / (k * math.comb(tokens, k)) for k in sizes.tolist()], dtype=torch.float64
         )
-        return is_hidden, share[is_hidden.sum(1) - 1]
+        return HiddenSets(is_hidden, share[is_hidden.sum(1) - 1])
     # About the spread of a set's share of the sum; if uniform, few draws with small k would make up most of the error.
     rng, density = CounterRng.from_seed(seed, draws), sizes.double() ** -0.5
     density /= density.sum()
     places = (torch.arange(draws) + rng.uniform(0, 1, Purpose.TIME)[:, 0]) / draws
     size = 1 + torch.searchsorted(density.cumsum(0), places, right=True).clamp(max=tokens - 1)
     is_hidden = rng.uniform(0, tokens, Purpose.MASK).argsort(1).argsort(1) < size[:, None]
-    return is_hidden, 1 / (draws * size * density[size - 1])
+    return HiddenSets(is_hidden, 1 / (draws * size * density[size - 1]))
 
 
 def stratified_stderr(values: Tensor) -> float:
@@ -364,70 +452,58 @@ def stratified_stderr(values: Tensor) -> float:
     return math.sqrt(float(values.diff().square().sum()) / 2 * n / (n - 1)) if n > 1 else math.nan
 
 
-@torch.no_grad()
-def estimate_token_nats(
-    model: FeatureModel,
-    rows: Sequence[Sequence[int]],
-    is_scored: Sequence[Sequence[bool]],
-    objective: Objective,
-    *,
-    draws: int,
-    seed: int,
-    batch: int,
-) -> TokenNats:
-    """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one a bound."""
-    is_causal = objective.is_causal
+def _text_nats(
+    model: FeatureModel, texts: Texts, objective: Objective, settings: NatsSettings
+) -> RowNats:
+    """Nats of the scored tokens of texts, the others given: exact of a causal model, of a masked one a bound."""
+    is_causal, draws = objective.is_causal, settings.draws
     # A network that reads the time has no sets: their nats would depend on it.
     has_sets = objective.takes_hidden_sets and not reads_time(model)
-    places = [torch.tensor(each).nonzero()[:, 0] for each in is_scored]
-    token_counts = torch.tensor([len(each) for each in places], dtype=torch.int64)
-    sets = dict[
-        int, tuple[Tensor, Tensor]
-    ]()  # by the number of scored tokens: hidden tokens, and weights
+    places = [torch.tensor(each).nonzero()[:, 0] for each in texts.is_scored]
+    tokens = torch.tensor([len(each) for each in places], dtype=torch.int64)
+    sets: dict[int, HiddenSets] = {}  # by the number of scored tokens
     if has_sets:
-        sets = {n: choose_hidden_sets(n, draws, seed) for n in set(token_counts.tolist()) - {0}}
+        for n in set(tokens.tolist()) - {0}:
+            sets[n] = choose_hidden_sets(n, draws, settings.seed)
     one = 1 if is_causal else draws
-    counts = token_counts.new_tensor(
-        [len(sets[n][1]) if n in sets else one * (n > 0) for n in token_counts.tolist()]
+    counts = tokens.new_tensor(
+        [len(sets[n].weight) if n in sets else one * (n > 0) for n in tokens.tolist()]
     )
-    row = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    row = torch.repeat_interleave(torch.arange(len(tokens)), counts)
     state = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     values = torch.zeros(len(row), dtype=torch.float64)
-    for part in torch.arange(len(row)).split(batch) if len(row) else ():
+    for part in torch.arange(len(row)).split(settings.batch) if len(row) else ():
         mine, now = row[part].tolist(), state[part]
-        x0, scored = (
-            pad_sequence([torch.tensor(each[i]) for i in mine], batch_first=True)
-            for each in (rows, is_scored)
-        )
-        valid = is_valid(torch.tensor([len(rows[i]) for i in mine]), x0.shape[1])
+        x0 = pad_sequence([torch.tensor(texts.rows[i]) for i in mine], batch_first=True)
+        scored = pad_sequence([torch.tensor(texts.is_scored[i]) for i in mine], batch_first=True)
         is_hidden = torch.zeros_like(scored) if has_sets else None
         if is_hidden is not None:
             for each, i, number in zip(is_hidden, mine, now.tolist(), strict=True):
-                each[places[i]] = sets[len(places[i])][0][number]
-        part_rows = ScoredRows(
+                each[places[i]] = sets[len(places[i])].is_hidden[number]
+        hidden = ScoredRows(
             x0,
             now,
             now,
             total=one,
-            valid=valid,
+            valid=is_valid(torch.tensor([len(texts.rows[i]) for i in mine]), x0.shape[1]),
             is_given=~scored,
             is_hidden=is_hidden,
             is_padded_batch=True,
         )
-        values[part] = compute_row_nats(model, part_rows, objective, seed)
-    nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
+        values[part] = compute_row_nats(model, hidden, objective, settings.seed)
+    nats, errors = torch.zeros(2, len(tokens), dtype=torch.float64)
     for number, (each, n) in enumerate(
-        zip(values.split(counts.tolist()), token_counts.tolist(), strict=True)
+        zip(values.split(counts.tolist()), tokens.tolist(), strict=True)
     ):
         if n in sets:
-            weighted = each * sets[n][1]
+            weighted = each * sets[n].weight
             nats[number] = weighted.sum()
             errors[number] = 0.0 if n <= MAX_ENUMERATED else stratified_stderr(weighted)
         elif n > 0:
             nats[number] = each.mean()
             errors[number] = 0.0 if is_causal else each.std() / math.sqrt(draws)
-    is_one = (token_counts <= 1) & (has_sets and objective.is_exact_of_one)
-    return TokenNats(nats, errors, is_one | is_causal)
+    is_one = (tokens <= 1) & (has_sets and objective.is_exact_of_one)
+    return RowNats(nats, tokens.double(), errors.square(), is_one | is_causal, draws)
 
 
 def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> float:
@@ -436,45 +512,39 @@ def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> 
     return float(nll.mean() if valid is None else nll[valid].mean())
 
 
-@torch.no_grad()
-def estimate_order_nll(
-    model: FeatureModel,
-    rows: Tensor | RowDataset,
-    order: str,
-    *,
-    draws: int = 1,
-    seed: int = 0,
-    **options: Any,
-) -> NllEstimate:
-    """Nats per token of rows (n, L) that are revealed a token a step in an order: exact, a bound for a random order.
-
-    The order is a name of `ORDERS`. Scores are computed in float64, and of equal ones (to 1e-6) the left one comes
-    first, so that rounding and batch size change nothing. A random order takes `draws` permutations for each row. The
-    options are `batch`, `given_tokens`, `documents`, `ranks` and `on_rows` of `estimate_nll`.
-    """
+def _order_nats(
+    model: FeatureModel, dataset: RowDataset, count: int, settings: NatsSettings
+) -> RowNats:
+    """Nats of rows that are revealed a token a step in an order."""
     if model.config.is_causal or model.config.mask_id is None:
         raise ValueError(
             "a causal model has one order, from left to right, in which its nll is exact already"
         )
-    check_known("order", order, ORDERS)
-    score, is_random = SCORES.get(order), order == RANDOM
+    assert settings.order is not None
+    check_known("order", settings.order, ORDERS)
+    score = SCORES.get(settings.order)
+    is_random = settings.order == RANDOM
     if score is not None and find_device(model).type == "mps":
         raise ValueError(
-            f"order {order!r} is scored in float64, which mps does not have: use device=cpu"
+            f"order {settings.order!r} is scored in float64, which mps does not have: use device=cpu"
         )
     folded = fold_network(model)
     if score is not None:
         folded = folded.to(torch.float64)
-    draws = draws if is_random else 1
 
-    def compute_nats(each: RowBatch, draw: int, _: int) -> Tensor:
+    def compute_nats(each: RowBatch, draw: int) -> Tensor:
         length = each.x0.shape[1]
         scores = -torch.arange(length, dtype=torch.float64).repeat(len(each.x0), 1)
         if is_random:
-            scores = CounterRng.from_seed(seed, each.row).uniform(draw, length, Purpose.ORDER)
+            rng = CounterRng.from_seed(settings.seed, each.row)
+            scores = rng.uniform(draw, length, Purpose.ORDER)
         return _nats_in_order(folded, each, scores, score)
 
-    return _estimate(rows, compute_nats, draws=draws, is_exact=not is_random, **options)
+    draws = settings.draws if is_random else 1
+    row_draws, row_tokens = settings.sum_rows(
+        dataset, compute_nats, count=count, draws=draws, skip_first=False
+    )
+    return RowNats.from_draws(row_draws, row_tokens, is_exact=not is_random)
 
 
 def _nats_in_order(

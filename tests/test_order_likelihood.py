@@ -11,7 +11,7 @@ from torch import Tensor
 from adlm.data.batches import TensorRows, is_valid
 from adlm.diffusion.samplers import confidence, entropy_bounded, first_hitting, margin
 from adlm.diffusion.sampling import Sampler
-from adlm.likelihood import ORDERS, SCORES, estimate_nll, estimate_order_nll
+from adlm.likelihood import ORDERS, SCORES, estimate_nll
 from adlm.models.language_model import LanguageModel
 from tests.world import TinyWorld, exact_law, random_model
 
@@ -27,7 +27,7 @@ def texts(world: TinyWorld) -> Tensor:
 
 
 def nats(model: LanguageModel, rows: Tensor | TensorRows, order: str, **options: Any) -> Tensor:
-    return estimate_order_nll(model, rows, order, **options).row_nats
+    return estimate_nll(model, rows, order=order, **options).row_nats
 
 
 @pytest.mark.parametrize("length", WORLDS)
@@ -80,26 +80,26 @@ def test_a_random_order_is_a_bound_from_above(length: int) -> None:
     )
     expected, mixture = each.mean(0), -exact_law(world, first_hitting())[world.texts].log()
     assert (expected >= mixture - 1e-5).all() and float((expected - mixture).max()) > 1e-3
-    bound = estimate_order_nll(model, rows, "random", draws=100, batch=1000)
+    bound = estimate_nll(model, rows, order="random", draws=100, batch=1000)
     assert bound.noise_stderr is not None and 0 < bound.noise_stderr < 0.05 and bound.draws == 100
     assert abs(bound.nll - float(expected.mean()) / length) < 4 * bound.noise_stderr
     assert bound.nll > float(mixture.mean()) / length
     assert (
-        estimate_order_nll(model, rows, "random", seed=1).nll
-        != estimate_order_nll(model, rows, "random").nll
+        estimate_nll(model, rows, order="random", seed=1).nll
+        != estimate_nll(model, rows, order="random").nll
     )
 
 
 def test_the_error_from_noise_is_the_spread_over_permutations() -> None:
     world = WORLDS[3]
     bounds = [
-        estimate_order_nll(world.model, texts(world), "random", draws=8, seed=seed)
+        estimate_nll(world.model, texts(world), order="random", draws=8, seed=seed)
         for seed in range(40)
     ]
     spread = float(torch.tensor([bound.nll for bound in bounds]).std())
     assert sum(bound.noise_stderr or 0 for bound in bounds) / 40 == pytest.approx(spread, rel=0.3)
-    assert estimate_order_nll(world.model, texts(world), "random").noise_stderr is None
-    exact = estimate_order_nll(world.model, texts(world), "confidence", draws=5)
+    assert estimate_nll(world.model, texts(world), order="random").noise_stderr is None
+    exact = estimate_nll(world.model, texts(world), order="confidence", draws=5)
     assert exact.noise_stderr == 0 and exact.draws == 1
 
 
@@ -130,7 +130,7 @@ def test_batch_padding_and_neighbours_change_nothing(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_marks_are_given_and_not_counted(order: str) -> None:
     bound, everything = (
-        estimate_order_nll(MODEL, padded(), order, given_tokens=given) for given in ((0, 1), ())
+        estimate_nll(MODEL, padded(), order=order, given_tokens=given) for given in ((0, 1), ())
     )
     assert bound.tokens == int((LENGTHS - 2).sum()) and everything.tokens == int(LENGTHS.sum())
     assert bound.nll * bound.tokens < everything.nll * everything.tokens
@@ -167,7 +167,7 @@ def test_time_is_the_masked_share() -> None:
 def test_a_random_order_is_the_nelbo_in_expectation() -> None:
     """Of a model without time conditioning, with less noise."""
     rows = ROWS[:, :6].repeat(40, 1)
-    random = estimate_order_nll(MODEL, rows, "random", draws=4, batch=2000)
+    random = estimate_nll(MODEL, rows, order="random", draws=4, batch=2000)
     bound = estimate_nll(MODEL, rows, batch=1000, draws=24)  # as many evaluations
     assert random.noise_stderr is not None and bound.noise_stderr is not None
     assert abs(random.nll - bound.nll) < 4 * math.hypot(random.noise_stderr, bound.noise_stderr)
@@ -178,6 +178,6 @@ def test_mistakes() -> None:
     with pytest.raises(
         ValueError, match="unknown order 'sideways': expected one of left_to_right, confidence"
     ):
-        estimate_order_nll(MODEL, ROWS, "sideways")
+        estimate_nll(MODEL, ROWS, order="sideways")
     with pytest.raises(ValueError, match="exact already"):
-        estimate_order_nll(random_model("ar"), ROWS, "confidence")
+        estimate_nll(random_model("ar"), ROWS, order="confidence")

@@ -17,7 +17,7 @@ import adlm
 from adlm import files
 from adlm.diffusion.categorical import SamplingParams, draw
 from adlm.diffusion.samplers import SAMPLERS, LeftToRight, takes_steps
-from adlm.likelihood import estimate_nll, estimate_order_nll
+from adlm.likelihood import estimate_nll
 from adlm.models.methods import METHODS, build_config
 from tests.world import fill
 
@@ -220,7 +220,7 @@ def test_rows_are_scored_without_float64_on_the_device(mps: None, method: str) -
     assert estimate_nll(model.to("mps"), rows, batch=2).nll == pytest.approx(expected, abs=1e-5)
     if method == "mdlm":
         with pytest.raises(ValueError, match="mps does not have: use device=cpu"):
-            estimate_order_nll(model, rows, "confidence")
+            estimate_nll(model, rows, order="confidence")
 
 
 def import_anew(name: str) -> Any:

@@ -183,8 +183,8 @@ def ppl(
         str, Option(help="lineage: all tokens but padding; text: without BOS and EOS.")
     ] = "lineage",
     attend_padding: Annotated[
-        bool, Option("--attend-padding", help="Mask padding, as the lineage on LM1B.")
-    ] = False,
+        bool | None, Option(help="Mask padding, as the lineage on LM1B. [default: as in training]")
+    ] = None,
     limit: RowLimit = None,
     batch: RowBatch = 32,
     seed: NoiseSeed = 0,

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import load_tokenizer
+from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import MIN_TIME
-from adlm.diffusion.objectives import MaskedDiffusion, Objective
+from adlm.diffusion.objectives import OBJECTIVES, MaskedDiffusion, Objective
 from adlm.distributed import DistributedContext
 from adlm.errors import check_known
 from adlm.evaluate.cache import (
@@ -33,12 +34,13 @@ from adlm.evaluate.stats import estimate_ratio_difference
 from adlm.likelihood import (
     ORDERS,
     RANDOM,
+    NatsSettings,
     NllEstimate,
-    estimate_nll,
-    estimate_order_nll,
+    group_rows,
+    row_nats,
     summarize_rows,
 )
-from adlm.models.language_model import LanguageModel
+from adlm.models.network import fold_network
 from adlm.text.lm import LM
 
 COUNTS = {"lineage": "every token but padding counts, BOS and EOS too, as in the paper"}
@@ -57,7 +59,7 @@ class NllSettings:
     steps: int | None = None  # of discrete time; None: continuous time
     order: str | None = None  # of a second estimate
     count: str = "lineage"
-    attend_padding: bool = False
+    attend_padding: bool | None = None  # None: as the model was trained
 
     def __post_init__(self) -> None:
         check_known("count", self.count, COUNTS)
@@ -89,7 +91,7 @@ def perplexity(
     steps: int | None = None,
     order: str | None = None,
     count: str = "lineage",
-    attend_padding: bool = False,
+    attend_padding: bool | None = None,
     limit: int | None = None,
     batch: int = 32,
     seed: int = 0,
@@ -174,7 +176,9 @@ def estimate_texts(
             )
     context = context or DistributedContext(models[0].device)
     cache = open_cache(out, context)
-    networks = {lm.name: (lm.model.fold().to(lm.device), hash_weights(lm.model)) for lm in models}
+    networks = {
+        lm.name: (fold_network(lm.model).to(lm.device), hash_weights(lm.model)) for lm in models
+    }
     estimates = []
     for name, source in sources.items():
         datasets: dict[tuple[Any, ...], EvalDataset] = {}
@@ -203,7 +207,7 @@ def estimate_texts(
 def estimate_text(
     name: str,
     lm: LM,
-    network: LanguageModel,
+    network: FeatureModel,
     weights_sha256: str,
     data: EvalDataset,
     settings: NllSettings,
@@ -225,17 +229,12 @@ def estimate_text(
     )
     objective = choose_objective(lm, settings)
     is_entropy = objective.name == "score_entropy"
-    form: dict[str, Any] = {"score_entropy": is_entropy}
-    form |= (
-        {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
-    )
+    form = describe_form(objective)
     order = {"order": settings.order}
 
-    def recall(
-        task: str, estimate: Callable[..., NllEstimate], form: dict[str, Any]
-    ) -> NllEstimate:
+    def recall(task: str, form: dict[str, Any], order: str | None = None) -> NllEstimate:
         """The cached estimate of these settings, or a new one."""
-        options = {"given_tokens": given, **noise}
+        options: dict[str, Any] = {"given_tokens": given, **noise}
         key = hash_settings(
             {
                 "task": task,
@@ -246,21 +245,24 @@ def estimate_text(
             }
         )
         if key not in cache:
+            group_rows(len(data.rows), documents)  # raises before anything is computed
             running["on_rows"](0, len(data.rows))
-            nll = estimate(network, data.rows, documents=documents, **options, **running)
-            arrays = {"row_nats": nll.row_nats.numpy(), "row_tokens": nll.row_tokens.numpy()}
-            cache.put(
-                key,
-                arrays | {"noise_stderr": nll.noise_stderr, "draws": nll.draws},
-                is_flushed=True,
-            )
+            chosen = NatsSettings(order=order, **options, **running)
+            nats = row_nats(network, data.rows, objective, chosen)
+            entry = {
+                "row_nats": nats.nats.numpy(),
+                "row_tokens": nats.tokens.numpy(),
+                "noise_stderr": nats.noise_stderr,
+                "draws": nats.draws,
+            }
+            cache.put(key, entry, is_flushed=True)
         stored = cache.get(key)
         nll = summarize_rows(
             torch.tensor(stored["row_nats"]), torch.tensor(stored["row_tokens"]), documents
         )
         return replace(nll, noise_stderr=stored["noise_stderr"], draws=stored["draws"])
 
-    nll = recall("nll", partial(estimate_nll, objective=objective), form)
+    nll = recall("nll", form)
     entry = (
         {"data": name, "model": lm.name} | describe(nll, data.bytes) | {"is_bound": not is_causal}
     )
@@ -268,8 +270,8 @@ def estimate_text(
         "exact" if is_causal else "nelbo" if settings.steps is None else "discrete_nelbo"
     )
     if settings.order is not None:
-        in_order = partial(estimate_order_nll, order=settings.order)
-        second, is_bound = recall("order_nll", in_order, order), settings.order == RANDOM
+        second = recall("order_nll", order, settings.order)
+        is_bound = settings.order == RANDOM
         entry["unmasking"] = (
             describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
         )
@@ -293,7 +295,7 @@ def estimate_text(
     }
     described |= {
         "count": settings.count,
-        "attend_padding": settings.attend_padding and not is_causal,
+        "attend_padding": form.get("attend_padding", False),
     }
     described |= {
         "seed": settings.seed,
@@ -316,10 +318,21 @@ def choose_objective(lm: LM, settings: NllSettings) -> Objective:
     objective = lm.objective
     if not isinstance(objective, MaskedDiffusion):
         return objective
-    process = replace(
-        objective.process, attend_padding=settings.attend_padding, steps=settings.steps
-    )
+    process = replace(objective.process, steps=settings.steps)
+    if settings.attend_padding is not None:
+        process = replace(process, attend_padding=settings.attend_padding)
     return replace(objective, process=process)
+
+
+def describe_form(objective: Objective) -> dict[str, Any]:
+    """What the key of an estimate says of its objective."""
+    form: dict[str, Any] = {"score_entropy": objective.name == "score_entropy"}
+    if objective.name not in OBJECTIVES:
+        form["objective"] = objective.name
+    if isinstance(objective, MaskedDiffusion):
+        form["steps"] = objective.process.steps
+        form["attend_padding"] = objective.process.attend_padding
+    return form
 
 
 def describe(nll: NllEstimate, size: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.diffusion.samplers import LeftToRight, choose_sampler, refuse_samplers
 from adlm.diffusion.sampling import Frame, Sampler, sample, sample_together
 from adlm.errors import suggest_names
-from adlm.likelihood import TokenNats, estimate_token_nats
+from adlm.likelihood import NatsSettings, RowNats, Texts, row_nats
 from adlm.models import folder as model_folder
 from adlm.models.evaluator import ModelEvaluator, build_evaluator
 from adlm.models.network import GivenNetwork
@@ -327,12 +327,18 @@ class LMEngine:
         return iterate()
 
     def estimate_nats(
-        self, rows: Sequence[Sequence[int]], is_scored: Sequence[Sequence[bool]], **settings: int
-    ) -> TokenNats:
-        """Estimate the nats of the scored tokens of rows, with the draws, seed and batch of `settings`."""
-        return estimate_token_nats(
-            self.model.to(self.device), rows, is_scored, self.objective, **settings
-        )
+        self,
+        rows: Sequence[Sequence[int]],
+        is_scored: Sequence[Sequence[bool]],
+        *,
+        draws: int,
+        seed: int,
+        batch: int,
+    ) -> RowNats:
+        """Estimate the nats of the scored tokens of rows, the others given."""
+        texts = Texts(rows, is_scored)
+        settings = NatsSettings(draws, seed, batch=batch)
+        return row_nats(self.model.to(self.device), texts, self.objective, settings)
 
     def build_trajectory(
         self,
@@ -430,9 +436,10 @@ class LM(LMEngine):
             [any(x.start <= i < x.end for x in row.spans) for i in range(len(row))]
             for row in layouts
         ]
-        columns = self.estimate_nats(
+        estimate = self.estimate_nats(
             [row.ids for row in layouts], is_scored, draws=draws, seed=seed, batch=batch
         )
+        columns = (estimate.nats, estimate.noise_variance.sqrt(), estimate.is_exact)
         scores = []
         for layout, nats, error, is_exact in zip(
             layouts, *(each.tolist() for each in columns), strict=True

@@ -16,7 +16,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.provenance import hash_weights
 from adlm.files import write_json
-from adlm.likelihood import estimate_order_nll
+from adlm.likelihood import estimate_nll
 from adlm.models.folder import LoadedModel
 from adlm.models.language_model import LanguageModel
 from tests.cli.eval_answers import documents, evaluate, narrow_table
@@ -139,7 +139,7 @@ def test_an_order_is_a_second_estimate() -> None:
     )
     assert (second["order"], second["draws"]) == ("margin", 1)
     rows = load_eval_data(documents(), lm.tokenizer, 32, limit=10).rows
-    expected = estimate_order_nll(lm.model, rows, "margin")
+    expected = estimate_nll(lm.model, rows, order="margin")
     assert (
         math.isclose(second["nll"], expected.nll, rel_tol=1e-5)
         and second["tokens"] == expected.tokens

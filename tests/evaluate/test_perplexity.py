@@ -18,7 +18,7 @@ from adlm.evaluate.data import EvalDataset, count_row_bytes, load_eval_data
 from adlm.evaluate.ppl import group_warnings, perplexity, warn_few_units
 from adlm.evaluate.results import EvalResult
 from adlm.evaluate.stats import estimate_ratio_difference
-from adlm.likelihood import estimate_nll
+from adlm.likelihood import estimate_nll, row_nats
 from adlm.models.methods import METHODS
 from adlm.text.lm import LM
 from tests.text.models import lm
@@ -216,9 +216,9 @@ def test_stored_estimates_are_not_computed_again(
 
     def count(*args: Any, **options: Any) -> Any:
         calls.append(1)
-        return estimate_nll(*args, **options)
+        return row_nats(*args, **options)
 
-    monkeypatch.setattr(ppl, "estimate_nll", count)
+    monkeypatch.setattr(ppl, "row_nats", count)
     first = measure([small(), small("ar", "causal")], texts, "first", out=str(tmp_path))
     assert len(calls) == 2
     moved = tmp_path / "moved.txt"

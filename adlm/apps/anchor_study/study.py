@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, is_valid
 from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
-from adlm.diffusion.masking import ForwardProcess, corrupt, mask_tokens
-from adlm.diffusion.objectives import diffusion_loss
+from adlm.diffusion.features import Features
+from adlm.diffusion.masking import ForwardProcess, mask_tokens
+from adlm.diffusion.objectives import MaskedDiffusion, ScoredRows
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.samplers import takes_steps
 from adlm.diffusion.sampling import Positions, sample
@@ -167,6 +168,19 @@ def measure_losses(
     return losses
 
 
+class KnownFeatures(nn.Module):
+    """A network whose features are known, so that an objective computes its bound from them."""
+
+    def __init__(self, model: LanguageModel, features: Features) -> None:
+        super().__init__()
+        self.config, self.head, self.features = model.config, model.head, features
+
+    def forward(
+        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Any = None
+    ) -> Features:
+        return self.features
+
+
 class NoisyRows:
     """Rows by number (n,) under one noise: the features of both stages, and the loss under every perturbation."""
 
@@ -189,13 +203,16 @@ class NoisyRows:
             if bool((self.lengths == x0.shape[1]).all())
             else is_valid(self.lengths, x0.shape[1])
         )
-        process, index = (
-            ForwardProcess(self.mask_id, SCHEDULE),
+        self.objective = MaskedDiffusion(ForwardProcess(self.mask_id, SCHEDULE))
+        scored = ScoredRows(
+            x0,
+            number,
             draw_position(number, len(rows), draw, draws, seed),
+            total=len(rows),
+            draw=draw,
+            valid=valid,
         )
-        self.on_host = corrupt(
-            x0, process, self.rng, draw, index=index, total=len(rows), valid=valid
-        )
+        self.on_host = self.objective.hide(scored, seed)
         self.noisy = self.on_host.to(model.embed.weight.device)
         self.anchor = self.run_anchor(self.noisy.xt, self.noisy.noise_level)
         self.final = model.denoise_features(
@@ -230,7 +247,8 @@ class NoisyRows:
             final = self.model.denoise_features(
                 anchor, self.noisy.noise_level, valid=self.noisy.valid
             )
-        return diffusion_loss(final, self.model.head, self.noisy, mask_id=self.mask_id).row_nll
+        network = KnownFeatures(self.model, Features(anchor, final))
+        return self.objective.bound(network, self.noisy).row_nll
 
 
 # Texts.
