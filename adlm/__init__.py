@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # `as`: type checkers take the names as public
     from adlm.text.lm import GenerationOutput as GenerationOutput
     from adlm.text.lm import load as load
     from adlm.text.templates import Hole as Hole
-    from adlm.training.loop import train as train
+    from adlm.training.train import train as train
     from adlm.view.gif import write_gif as write_gif
     from adlm.view.player import write_player as write_player
     from adlm.view.trajectory import Trajectory as Trajectory
@@ -82,7 +82,7 @@ _EXPORTS = {
     "prepare": "adlm.data.prepare",
     "rare_in_sequence": "adlm.diffusion.anchors",
     "sample": "adlm.diffusion.sampling",
-    "train": "adlm.training.loop",
+    "train": "adlm.training.train",
     "training_loss": "adlm.diffusion.objectives",
     "write_gif": "adlm.view.gif",
     "write_player": "adlm.view.player",

@@ -43,7 +43,7 @@ from adlm.training.guard import GuardSettings
 from adlm.training.logging import LogSettings
 from adlm.training.optim import OptimizerSettings
 from adlm.training.state import CheckpointSettings
-from adlm.training.text import SampleSettings, ValidSettings
+from adlm.training.validation import SampleSettings, ValidSettings
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout

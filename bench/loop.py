@@ -15,8 +15,8 @@ from adlm.data.sources import load_excerpt
 from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.training.logging import read_metrics
-from adlm.training.loop import train
-from adlm.training.setup import build_model_config
+from adlm.training.text import build_model_config
+from adlm.training.train import train
 from bench.setting import compute_spread, describe_machine, get_peak_gib, print_report, time_steps
 from bench.train_step import GAMMA, build_step, prefetch_batches
 

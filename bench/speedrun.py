@@ -17,7 +17,7 @@ import torch
 from adlm.apps.experiments.experiment import compute_nll, list_runs, load_experiment
 from adlm.config import Config
 from adlm.training.logging import read_metrics
-from adlm.training.loop import train
+from adlm.training.train import train
 from bench.setting import compute_spread, describe_machine, print_report
 
 STEPS_PER_TIMING = 5

@@ -16,7 +16,7 @@ from adlm.config import (
     save_config,
 )
 from adlm.models.methods import METHODS, ModelSettings
-from adlm.training.setup import build_model_config
+from adlm.training.text import build_model_config
 from tests.training.runs import ROOT, data, limit_file_size
 
 GIVEN: dict[str, Any] = {"folder": "run", "data": {"path": "data"}}

@@ -40,7 +40,7 @@ def test_public_names_exist_and_are_documented() -> None:
 
 
 STATEMENTS = (
-    "import adlm.training.loop as loop; loop.train_steps",
+    "import adlm.training.train as train; train.train_steps",
     "import adlm.training.ema, adlm; assert callable(adlm.train)",
     "import adlm.evaluate as evaluate; evaluate.perplexity",
     "import adlm.evaluate.ppl as ppl, adlm.evaluate; ppl.compare; assert callable(adlm.evaluate.perplexity)",
@@ -49,7 +49,7 @@ STATEMENTS = (
     "from adlm.models import LanguageModel, ModelConfig",
 )
 FORK = """
-import multiprocessing, sys, adlm.training.loop  # other libraries once for all, because they take the time
+import multiprocessing, sys, adlm.training.train  # other libraries once for all, because they take the time
 for name in [name for name in sys.modules if name.partition(".")[0] == "adlm"]:
     del sys.modules[name]
 for statement in sys.argv[1:]:

@@ -13,7 +13,7 @@ from adlm.files import remove_folder, write_atomically
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
-    from adlm.training.loop import Run
+    from adlm.training.train import Run
 
 PROMPT, TEMPLATE = "The old man ", "The ___ sat by the window, and ___{4} the rain."
 LENGTH, STEPS, TOP_P = 64, 128, 0.8
@@ -141,7 +141,7 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
     from adlm.data.sources import load_excerpt
     from adlm.text.lm import load
     from adlm.training.logging import read_metrics
-    from adlm.training.loop import train
+    from adlm.training.train import train
 
     novel, fine_tune_steps = out / "novel.txt", max(1, steps // FINE_TUNE_SHARE)
     write_atomically(novel, load_excerpt().encode("utf-8"))

@@ -23,7 +23,7 @@ from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
     from adlm.data.shards import Manifest
-    from adlm.training.loop import Run
+    from adlm.training.train import Run
 
 SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
 GLOB_HELP = "Pattern of the files of a folder to read, such as '*.md'; may be repeated. [default: text and tables]"
@@ -170,7 +170,7 @@ def train(
     Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
     wrong; 1 the loss diverged.
     """
-    from adlm.training.loop import train as run_training
+    from adlm.training.train import train as run_training
 
     run = run_or_exit(lambda: run_training(recipe, *(overrides or [])), is_json=is_json)
     if is_json and is_main_process():

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
@@ -29,11 +29,11 @@ from adlm.devices import get_device_name
 from adlm.distributed import DistributedContext
 from adlm.errors import import_extra
 from adlm.files import append_line, sync_path, write_atomically
-from adlm.models.costs import count_parameters, flops_per_token, peak_flops
-from adlm.models.language_model import ModelConfig
+from adlm.models.costs import peak_flops
 from adlm.registry import Registry
 from adlm.settings import Settings
-from adlm.training.guard import LossGuard
+from adlm.training.guard import GuardSettings, LossGuard
+from adlm.training.state import RunState
 from adlm.view.console import SafeConsole
 
 Record = dict[
@@ -57,19 +57,16 @@ class LogSettings(Settings):
     """Print progress."""
 
 
-class LoggedTask(Protocol):
-    """What is logged of a task."""
+@dataclass(frozen=True)
+class LoggedRun:
+    """What the log of a run is about."""
 
-    @property
-    def config(self) -> Any: ...
-    @property
-    def shape(self) -> ModelConfig: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def row_tokens(self) -> float | None: ...
-    @property
-    def description(self) -> str: ...
+    folder: Path
+    settings: Record  # all of them, for trackers
+    steps: int
+    tokens_per_step: int
+    flops_per_token: float
+    lr: float  # the peak of the learning rate
 
 
 @dataclass(frozen=True)
@@ -194,49 +191,44 @@ class RunLogger:
 
     def __init__(
         self,
-        task: LoggedTask,
+        run: LoggedRun,
+        settings: LogSettings,
+        guard: GuardSettings,
+        state: RunState,
         context: DistributedContext,
         exit_stack: ExitStack,
-        state: Record,
     ) -> None:
-        config = self.config = task.config
-        self.context, self.seconds_before, step = context, state["seconds"], state["step"]
-        self.tokens_per_step = round(
-            config.batch * (task.row_tokens or task.length)
-        )  # padding is not counted
-        self.flops_per_token = flops_per_token(task.shape, length=task.length)
+        self.run = run
+        self.context = context
+        self.seconds_before = state.seconds
         self.peak_flops = peak_flops(get_device_name(context.device))
         self.start = self.last_log = time.perf_counter()
-        self.first_step = self.last_step = step  # the last logged step
-        self.paused = self.stall = (
-            0.0  # seconds since then: not spent training, spent waiting for data
-        )
+        self.first_step = self.last_step = state.step  # the last logged step
+        self.paused = 0.0  # seconds since then that were not spent training
+        self.stall = 0.0  # seconds since then that were spent waiting for data
         self.unread: list[StepMetrics] = []
         # What is not logged yet is saved in checkpoints, so that a resumed run logs the same means.
-        self.values: list[list[float]] = state.get("window", [])
-        self.guard = LossGuard(config.guard.spike, config.guard.window)
-        self.guard.recent.extend(state.get("recent", []))
+        self.values: list[list[float]] = list(state.window)
+        self.guard = LossGuard(guard.spike, guard.window)
+        self.guard.recent.extend(state.recent)
         self.trackers: list[WriteRecord] = []
-        folder = Path(config.folder)
-        self.path = folder / "metrics.jsonl"
+        self.path = run.folder / "metrics.jsonl"
         if context.is_main:
             append_line(self.path, "")  # creates it
-            cut_metrics(self.path, step)
+            cut_metrics(self.path, state.step)
             trackers = [
-                open_tracker(name, folder, config.model_dump(), step) for name in config.log.track
+                open_tracker(name, run.folder, run.settings, state.step) for name in settings.track
             ]
             self.trackers = [exit_stack.enter_context(tracker) for tracker in trackers]
-        self.console = SafeConsole(quiet=not (context.is_main and config.log.show))
-        self.has_bar, self.last_line = (
-            self.console.is_terminal and not self.console.quiet,
-            -math.inf,
-        )
+        self.console = SafeConsole(quiet=not (context.is_main and settings.show))
+        self.has_bar = self.console.is_terminal and not self.console.quiet
+        self.last_line = -math.inf  # when it was printed
         columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]
         self.bar = exit_stack.enter_context(
             Progress(*columns, console=self.console, disable=not self.has_bar)
         )
-        self.task = self.bar.add_task("starting", total=config.steps, completed=step)
+        self.task = self.bar.add_task("starting", total=run.steps, completed=state.step)
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
@@ -289,20 +281,20 @@ class RunLogger:
         now, stall = time.perf_counter(), self.stall
         self.values, self.stall = [], 0.0
         seconds = max(now - self.last_log - self.paused, 1e-9)
-        speed = (metrics.step - self.last_step) * self.tokens_per_step / seconds
+        speed = (metrics.step - self.last_step) * self.run.tokens_per_step / seconds
         self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
         peak = self.peak_flops
         mfu = (
             None
             if peak is None
-            else speed * self.flops_per_token / (peak * self.context.world_size)
+            else speed * self.run.flops_per_token / (peak * self.context.world_size)
         )
         record = {
             "step": metrics.step,
             **means,
-            "lr": self.config.optimizer.lr * metrics.lr_multiplier,
+            "lr": self.run.lr * metrics.lr_multiplier,
             "anchor_weight": metrics.anchor_weight,
-            "tokens": metrics.step * self.tokens_per_step,
+            "tokens": metrics.step * self.run.tokens_per_step,
             "epoch": metrics.batch.state["epoch"],
             "time": {
                 "seconds": self.seconds,
@@ -317,7 +309,7 @@ class RunLogger:
             "" if mfu is None else f", MFU {mfu:.0%}"
         )
         self.bar.update(self.task, description=text)
-        step, steps = metrics.step, self.config.steps
+        step, steps = metrics.step, self.run.steps
         if not self.has_bar and (now - self.last_line >= SECONDS_BETWEEN_LINES or step >= steps):
             self.last_line = now
             left = timedelta(
@@ -329,19 +321,3 @@ class RunLogger:
         """Wait until metrics.jsonl is on the disk."""
         if self.context.is_main:
             sync_path(self.path)
-
-
-def describe_run(
-    task: LoggedTask, context: DistributedContext, kind: str, source: Path | None
-) -> str:
-    """Describe the model, the device, the data and the checkpoint that a run starts from."""
-    config, size = task.config, f"{count_parameters(task.shape) / 1e6:.1f}M parameters"
-    processes = "" if context.world_size == 1 else f" × {context.world_size} processes ({kind})"
-    start = (
-        f"\nresuming from {source}"
-        if source
-        else f"\nweights from {config.init}"
-        if config.init
-        else ""
-    )
-    return f"{config.method}, {size}, on {get_device_name(context.device)}{processes}\n{task.description}{start}"

@@ -228,6 +228,22 @@ class RunState(Stored):
     """The hash of the weights of init."""
 
 
+def start_state(data: str, init_sha256: str | None) -> RunState:
+    """Return the state of a new run."""
+    return RunState(
+        step=0,
+        batches=[],
+        valid={},
+        best=None,
+        seconds=0.0,
+        ema_updates=0,
+        window=[],
+        recent=[],
+        data=data,
+        init_sha256=init_sha256,
+    )
+
+
 def read_state(path: Path) -> RunState:
     """Read the state of the run at a checkpoint."""
     content = read_json(path / "state.json")

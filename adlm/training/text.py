@@ -1,35 +1,327 @@
-"""Training on text: its validation and the samples that a run writes."""
+"""Training on text: prepared rows, or a source that is streamed."""
 
-from typing import Annotated
+import hashlib
+import inspect
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from pydantic import Field, PositiveInt
+import torch
 
-from adlm.settings import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P, Settings, TopP
+from adlm.bundled import MODELS, find_bundled_model
+from adlm.config import APP_SECTIONS, Config
+from adlm.data.batches import ShuffledBatches, StreamedBatches
+from adlm.data.shards import PreparedData, describe_tokenizer, open_data
+from adlm.data.sources import Source, open_source
+from adlm.devices import can_leave_padding_out
+from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule
+from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.objectives import OBJECTIVES, Objective
+from adlm.diffusion.plans import Plan
+from adlm.diffusion.samplers import SAMPLERS, LeftToRight
+from adlm.diffusion.sampling import Sampler
+from adlm.diffusion.schedules import SCHEDULES
+from adlm.distributed import DistributedContext
+from adlm.errors import check_known
+from adlm.files import hash_file
+from adlm.models import folder as model_folder
+from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
+from adlm.models.methods import METHODS, build_config
+from adlm.models.transformer import unpad
+from adlm.registry import build
+from adlm.training.distributed import ParallelModel
+from adlm.training.setup import find_checkpoint
+from adlm.training.task import Batches, InitModel, Task
+from adlm.training.validation import (
+    compute_unigram_ppl,
+    describe_bound,
+    format_validation,
+    sample_texts,
+    validate_rows,
+)
 
 
-class ValidSettings(Settings):
-    """Validation: the NELBO of held-out rows with fixed noise, exact for causal models."""
+class TextTask(Task):
+    """Rows of text, with the method's network and objective."""
 
-    every: PositiveInt = 5000
-    """Steps between two validations."""
-    rows: Annotated[int, Field(ge=2)] | None = 1024
-    """The first rows, at least 2 for a standard error; null: all."""
-    batch: PositiveInt | None = None
-    """Rows per forward in a process; null: micro_batch."""
-    draws: PositiveInt = 1
-    """Noise draws per row."""
+    def __init__(self, config: Config, context: DistributedContext) -> None:
+        for section in APP_SECTIONS:
+            if hasattr(config, section):
+                problem = f"the recipe has settings of {section}.*, which is not for text"
+                raise ValueError(f"{problem}: use `adlm reason train`")
+        self.context = context
+        self.data = open_data_on_all_ranks(config, context)
+        self.valid_rows = self.data.rows("valid")
+        self.init = load_init(config, self.data)
+        self.shape = build_model_config(config, self.data, self.init)
+        method = config.method if self.init is None else self.init.method
+        self.config = config.replace(method=method)
+        on_gpu = context.device.type == "cuda"
+        self.objective = build_objective(self.config, self.shape, self.data, on_gpu=on_gpu)
+        self.sampler: Plan | Sampler = LeftToRight()
+        if not self.shape.is_causal:
+            options = {"steps": config.samples.steps}
+            self.sampler = build(SAMPLERS, config.samples.sampler, options, allow_import=True)
+        self.unigram_ppl = compute_unigram_ppl(self.data, self.valid_rows, config.valid.rows)
+
+        self.stream = open_stream(config)
+        train = self.data.manifest.splits["train"]
+        self.tokenizer = self.data.tokenizer
+        self.data_hash = hash_data(self.data, self.stream)
+        self.description = f"{describe_data(config, self.data)}; {describe_bound(self.objective)}"
+        self.length = self.shape.length
+        self.row_tokens = train.tokens / train.rows
+        self.rows = self.data.manifest.rows
+
+    def open_batches(self) -> Batches:
+        """Open the rows of the train split, shuffled, or those of a stream."""
+        config = self.config
+        part: dict[str, Any] = {
+            "seed": config.seed,
+            "rank": self.context.rank,
+            "size": self.context.world_size,
+            "workers": config.data.workers,
+        }
+        if self.stream is None:
+            return ShuffledBatches(self.data.rows("train"), config.batch, **part)
+        return StreamedBatches(
+            self.stream,
+            self.data.tokenizer,
+            self.data.length,
+            config.batch,
+            is_wrapped=not self.data.is_padded,
+            block=config.data.shuffle,
+            **part,
+        )
+
+    def validate(self, parallel: ParallelModel, batch: int) -> dict[str, float]:
+        """Compute the bound on the valid split."""
+        metrics = validate_rows(
+            parallel,
+            self.valid_rows,
+            self.objective,
+            self.config.valid,
+            batch=batch,
+            context=self.context,
+        )
+        return metrics | {"unigram/ppl": self.unigram_ppl}
+
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
+        """Format the perplexity, and that of the unigram model."""
+        return format_validation(metrics, is_causal=self.shape.is_causal)
+
+    def sample(self, model: LanguageModel) -> str:
+        """Sample texts."""
+        return sample_texts(
+            model,
+            self.data.tokenizer,
+            self.sampler,
+            self.config.samples,
+            seed=self.config.seed,
+            device=self.context.device,
+        )
 
 
-class SampleSettings(Settings):
-    """Samples written during training."""
+def open_stream(config: Config) -> Source | None:
+    """Open the source of a run that streams its text."""
+    if config.data.stream is None:
+        return None
+    known = list(inspect.signature(open_source).parameters)[1:]
+    for name in config.data.stream_options:
+        check_known("key of data.stream_options", name, known)
+    return open_source(config.data.stream, **config.data.stream_options)
 
-    every: PositiveInt | None = None
-    """Steps between two files of samples; null: none."""
-    rows: PositiveInt = 2
-    """Texts in a file."""
-    sampler: str = DEFAULT_SAMPLER
-    """The sampler of a masked model."""
-    steps: PositiveInt = DEFAULT_STEPS
-    """Sampling steps."""
-    top_p: TopP = DEFAULT_TOP_P
-    """Nucleus: total probability of the tokens kept."""
+
+def hash_data(data: PreparedData, stream: Source | None) -> str:
+    """Identify the rows that a run trains on."""
+    data_hash = data.manifest.settings_sha256
+    if stream is None:
+        return data_hash
+    content = json.dumps([data_hash, stream.identity], sort_keys=True)
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()
+
+
+def describe_data(config: Config, data: PreparedData) -> str:
+    """Describe the rows of text that a run trains on."""
+    rows, epochs = f"{config.data.stream}, streamed, rows", ""
+    if not config.data.stream:
+        count = len(data.rows("train"))
+        rows, epochs = f"{count:,} rows", f" = {config.steps * config.batch / count:.3g} epochs"
+    sizes = f"{data.length} tokens, vocabulary {data.vocab_size:,}"
+    return f"{rows} of {sizes}; {config.steps:,} steps of {config.batch} rows{epochs}"
+
+
+def open_data_on_all_ranks(config: Config, context: DistributedContext) -> PreparedData:
+    """Open the prepared data; its checksums are compared once per node, and all ranks must see the same data."""
+    data, error = None, ""
+    try:
+        data = open_data(config.data.path, verify=config.data.verify and context.local_rank == 0)
+    except (ValueError, OSError) as caught:  # raised below, on all ranks
+        error = str(caught)
+    ranks = context.all_gather({"error": error, "data": data and data.manifest.settings_sha256})
+    errors = [rank["error"] for rank in ranks if rank["error"]]
+    if data is None or errors:
+        raise ValueError(errors[0])
+    if len({rank["data"] for rank in ranks}) > 1:
+        raise ValueError(
+            f"the processes see different data in {config.data.path}: copy it again to every node"
+        )
+    count = len(data.rows("valid")) if "valid" in data.splits else 0
+    if count < 2:
+        remedy = "prepare it with --valid SOURCE or with --valid-share above 0"
+        raise ValueError(
+            f"{data.folder} has {count} valid rows, and validation needs at least 2: {remedy}"
+        )
+    return data
+
+
+def load_init(config: Config, data: PreparedData) -> InitModel | None:
+    """Load the model of `init`, which the data must fit; a run that resumes has its architecture in its checkpoint."""
+    if config.init is None:
+        return None
+    resumed = find_checkpoint(config)
+    if resumed is not None and resumed.is_dir():
+        file = model_folder.read_config_json(resumed)
+        init = InitModel(file.method, ModelConfig.parse("json", **file.model))
+    else:
+        is_bundled = config.init in MODELS  # ./NAME is a folder of that name
+        folder = model_folder.find_model_folder(
+            find_bundled_model(config.init) if is_bundled else config.init
+        )
+        loaded = model_folder.load_model(folder)
+        check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
+        sha256 = hash_file(model_folder.find_weights_file(folder))
+        init = InitModel(loaded.method, loaded.model.config, loaded.model.state_dict(), sha256)
+    if config.method not in (None, init.method):
+        raise ValueError(
+            f"method={config.method}, and init={config.init} is {init.method}: leave method out"
+        )
+    return init
+
+
+def check_init_data(
+    config: Config, data: PreparedData, loaded: model_folder.LoadedModel, tokenizer: str
+) -> None:
+    """Raise ValueError, with the command that makes fitting data, if tokens or rows are not those of `init`."""
+    shape, rows, train = (
+        loaded.model.config,
+        data.manifest.rows,
+        data.manifest.splits["train"],
+    )
+    if loaded.tokenizer is None:
+        raise ValueError(
+            f"init={config.init} has no tokenizer.json: copy the one of its data into its folder"
+        )
+    expected, actual = (describe_tokenizer(each) for each in (loaded.tokenizer, data.tokenizer))
+    is_same = actual | {"name": ""} == expected | {"name": ""}
+    is_same &= (data.vocab_size, data.mask_id) == (shape.vocab_size, shape.mask_id)
+    sizes = f"{data.vocab_size:,} tokens, not {expected['name']} with {shape.vocab_size:,}"
+    problems = [] if is_same else [f"the tokenizer {actual['name']} with {sizes}"]
+    problems += [f"length {data.length}, not {shape.length}"] * (data.length != shape.length)
+    problems += [f"{rows} rows, not {loaded.rows}"] * (rows != loaded.rows)
+    if problems:
+        is_cut = (
+            loaded.rows == "documents" and train.documents < train.rows
+        )  # then a paragraph is a document
+        source, out = (
+            "SOURCE --documents blank" if is_cut else "SOURCE",
+            shlex.quote(f"{config.data.path}-init"),
+        )
+        raise ValueError(
+            f"data.path={config.data.path} does not fit init={config.init}: it has {'; '.join(problems)}. Prepare the "
+            f"text for it: adlm prepare {source} --out {out} --tokenizer {shlex.quote(tokenizer)} "
+            f"--length {shape.length} --rows {loaded.rows}"
+        )
+
+
+def build_model_config(
+    config: Config, data: PreparedData, init: InitModel | None = None
+) -> ModelConfig:
+    """Build the method's model config from preset, recipe and data; with `init` it is that model's, with which settings
+    of the recipe must agree, except for dropout."""
+    changes = {
+        key: value
+        for key, value in vars(config.model).items()
+        if key != "preset" and value is not None
+    }
+    if changes.get("cond_dim") == 0:
+        changes["cond_dim"] = None
+    method = init.method if init is not None else str(config.method)
+    if not METHODS.resolve(method).two_stages and changes.pop("anchor_layers", 0):
+        anchor_layers = config.model.anchor_layers
+        raise ValueError(
+            f"model.anchor_layers={anchor_layers}, but {method} has one stage: set model.denoiser_layers instead"
+        )
+    changes |= {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
+    shape = build_config(method, config.model.preset, **changes) if config.model.preset else None
+    if init is None:
+        assert shape is not None
+        return shape
+    expected, given = init.shape.model_dump(), changes if shape is None else shape.model_dump()
+    if wrong := [key for key in given if given[key] != expected[key] and key != "dropout"]:
+        listed = "; ".join(
+            f"model.{key} is {given[key]} in the recipe, {expected[key]} in init" for key in wrong
+        )
+        raise ValueError(
+            f"init={config.init} has another model: {listed}. Use a recipe without model.*: fine-tune"
+        )
+    return init.shape.replace(dropout=given.get("dropout", init.shape.dropout))
+
+
+def build_objective(
+    config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool
+) -> Objective:
+    """Build the training objective of a recipe."""
+    settings, rule = config.objective, None
+    if model.anchor_layers:
+        factory = ANCHOR_RULES.resolve(settings.anchor_rule, allow_import=True)
+        known = inspect.signature(factory).parameters
+        given = {**vars(settings), "seed": config.seed, "vocab_size": data.vocab_size}
+        options = {key: value for key, value in given.items() if key in known and value is not None}
+        if "counts" in known:
+            options["counts"] = data.counts()
+        if "document_counts" in known:
+            options |= count_documents(data)
+        rule = build(ANCHOR_RULES, settings.anchor_rule, options, allow_import=True)
+    process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
+    # The kernel for rows of different lengths is one of half precision.
+    is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
+    is_unpadded = is_unpadded and can_leave_padding_out()
+    process = replace(process, arrange_valid=unpad if is_unpadded else None)
+    method = METHODS.resolve(str(config.method))
+    return OBJECTIVES.resolve(method.objective)(process)
+
+
+def build_process(
+    config: Config, mask_id: int | None, rule: AnchorRule | None, *, on_gpu: bool
+) -> ForwardProcess:
+    """Build the forward process of a recipe."""
+    settings = config.objective
+    return ForwardProcess(
+        mask_id,
+        schedule=build(SCHEDULES, settings.schedule, settings.schedule_options, allow_import=True),
+        anchor_rule=rule,
+        anchor_scope=settings.anchor_scope,
+        attend_padding=settings.attend_padding,
+        steps=settings.discrete_steps,
+        time_std=settings.time_std,
+        multiple=64 if on_gpu else 1,
+        anchor_weight=settings.anchor_weight,
+        ramp_steps=config.steps if settings.anchor_ramp else None,
+    )
+
+
+def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, Any]:
+    """Count in how many of the first rows each token occurs, for tf-idf: a row is a document."""
+    rows, counts = data.rows("train"), torch.zeros(data.vocab_size, dtype=torch.int64)
+    count = min(len(rows), max_rows)
+    for numbers in torch.arange(count).split(1024):
+        tokens = rows.fetch(numbers)[0].long()
+        counts += (
+            torch.zeros(len(tokens), data.vocab_size, dtype=torch.bool)
+            .scatter_(1, tokens, True)
+            .sum(0)
+        )
+    return {"document_counts": counts, "documents": count}

@@ -36,7 +36,7 @@ from adlm.models.language_model import ModelConfig
 from adlm.models.methods import METHODS, build_config
 from adlm.training import state as run_state
 from adlm.training.logging import Record, read_metrics
-from adlm.training.loop import Run, train
+from adlm.training.train import Run, train
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = load_excerpt()[:30_000]

@@ -10,10 +10,10 @@ import yaml
 from adlm.config import load_config
 from adlm.distributed import DistributedContext
 from adlm.models.language_model import LanguageModel
-from adlm.training.distributed import parallelize
-from adlm.training.loop import train_steps
+from adlm.training.distributed import LossModule, parallelize
 from adlm.training.optim import build_optimizers
-from adlm.training.setup import open_text_task
+from adlm.training.text import TextTask
+from adlm.training.train import train_steps
 from tests.training.runs import ROOT, data
 
 NARROW = {
@@ -46,12 +46,15 @@ def test_an_arm_takes_its_steps(overrides: dict[str, Any], arm: dict[str, Any]) 
         load_config(arm["recipe"], **settings),
         DistributedContext(torch.device("cpu")),
     )
-    task = open_text_task(config, context)
+    task = TextTask(config, context)
     model = LanguageModel(task.shape)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    learner = task.build_loss(model)
+    learner = LossModule(model, task.objective)
     optimizers = build_optimizers(learner, config.optimizer)
-    parallel, batches = parallelize(learner, context, config.parallel), islice(task.batches, 4)
+    parallel, batches = (
+        parallelize(learner, context, config.parallel),
+        islice(task.open_batches(), 4),
+    )
     metrics = list(
         train_steps(parallel, task.objective, batches, optimizers, steps=4, context=context)
     )

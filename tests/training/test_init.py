@@ -13,8 +13,8 @@ import torch
 from adlm.config import load_config
 from adlm.files import hash_file
 from adlm.models.folder import export_model, load_model, read_weights
-from adlm.training.loop import Run, train
 from adlm.training.state import read_state
+from adlm.training.train import Run, train
 from tests.cli.terminal import invoke
 from tests.training.runs import TEXT, TINY, assert_same, data, run, shelf
 from tests.training.test_resume import crash_at

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from adlm.config import OptimizerSettings, ParallelSettings, load_config
+from adlm.config import OptimizerSettings, ParallelSettings
 from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
@@ -21,12 +21,12 @@ from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS
 from adlm.models.transformer import unpad
 from adlm.training.distributed import LossModule, parallelize
-from adlm.training.guard import LossGuard, suggest_remedy
-from adlm.training.logging import RunLogger, StepMetrics
-from adlm.training.loop import train_steps
+from adlm.training.guard import GuardSettings, LossGuard, suggest_remedy
+from adlm.training.logging import LoggedRun, LogSettings, RunLogger, StepMetrics
 from adlm.training.optim import BatchedMuon, build_optimizers, get_lr_multiplier
-from adlm.training.setup import open_text_task
-from tests.training.runs import arguments, curve, data, run, tiny_config
+from adlm.training.state import start_state
+from adlm.training.train import train_steps
+from tests.training.runs import curve, data, run, tiny_config
 
 FAST = OptimizerSettings(lr=3e-3, betas=(0.9, 0.95))
 
@@ -355,6 +355,15 @@ def test_logged_metrics_are_means_since_the_last_log(tmp_path: Path) -> None:
 BATCH = Batch(torch.zeros(1, 1, dtype=torch.int64), None, torch.zeros(1), torch.zeros(1), 1, {})
 
 
+def open_logger(
+    folder: Path, guard: GuardSettings, context: DistributedContext, exit_stack: ExitStack
+) -> RunLogger:
+    """The logger of a new run."""
+    run = LoggedRun(folder, {}, steps=10, tokens_per_step=256, flops_per_token=1.0, lr=1e-3)
+    state = start_state("data", None)
+    return RunLogger(run, LogSettings(show=False), guard, state, context, exit_stack)
+
+
 @pytest.mark.parametrize(
     "bad", [[float("nan"), float("nan"), 0.0, 1.0], [1.0, 1.0, 0.0, float("inf")]]
 )
@@ -362,9 +371,8 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(
     bad: list[float], tmp_path: Path
 ) -> None:
     context = DistributedContext(torch.device("cpu"))
-    task = open_text_task(load_config(*arguments(tmp_path)), context)
     with ExitStack() as exit_stack:
-        logger = RunLogger(task, context, exit_stack, {"step": 0, "seconds": 0.0})
+        logger = open_logger(tmp_path, GuardSettings(), context, exit_stack)
         logger.add(StepMetrics(1, torch.ones(4), 1.0, 0.0, BATCH, 0.0))
         logger.read()
         logger.add(StepMetrics(2, torch.tensor(bad), 1.0, 0.0, BATCH, 0.0))
@@ -376,11 +384,9 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(
 def test_a_spike_of_the_reported_nll_alone_stops_nothing(tmp_path: Path) -> None:
     """With times that are not uniform its estimate has rare large weights, which the optimized loss has not."""
     context = DistributedContext(torch.device("cpu"))
-    task = open_text_task(
-        load_config(*arguments(tmp_path), "guard.window=3", "guard.spike=20"), context
-    )
     with ExitStack() as exit_stack:
-        logger = RunLogger(task, context, exit_stack, {"step": 0, "seconds": 0.0})
+        guard = GuardSettings(window=3, spike=20)
+        logger = open_logger(tmp_path, guard, context, exit_stack)
         for step, values in enumerate(
             ([5.0, 5.0], [5.1, 5.2], [4.9, 4.8], [5.0, 500.0], [500.0, 5.0]), 1
         ):

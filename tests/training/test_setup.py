@@ -10,7 +10,7 @@ import torch
 from adlm import devices
 from adlm.data.prepare import prepare
 from adlm.training import setup
-from adlm.training.loop import train
+from adlm.training.train import train
 from tests.training.runs import TEXT, arguments, run, tiny_recipe
 
 

@@ -42,8 +42,8 @@ from adlm.settings import Settings, SettingsError, Stored, list_fields
 from adlm.text.lm import load
 from adlm.training.guard import catch_stop_signals
 from adlm.training.logging import read_metrics
-from adlm.training.loop import train
 from adlm.training.state import read_state
+from adlm.training.train import train
 
 MEASURED = "measured.json"  # in the folder of a finished run
 STOP_SECONDS = 15.0  # before the end of the time limit, for running processes to save

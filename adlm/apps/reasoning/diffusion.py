@@ -31,7 +31,7 @@ from adlm.models.evaluator import build_evaluator
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS
 from adlm.registry import Registry
-from adlm.training.setup import build_process
+from adlm.training.text import build_process
 
 NUMBERS = index_words(arithmetic.WORDS)
 CELLS = index_words(sudoku.WORDS)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise, product
@@ -15,6 +15,7 @@ import torch
 from adlm.apps.reasoning import sudoku
 from adlm.apps.reasoning.arms import (
     ARMS,
+    Arm,
     Curriculum,
     ReasoningObjective,
     choose_anchors,
@@ -63,8 +64,10 @@ from adlm.models.vocabulary import extend_vocabulary
 from adlm.registry import Registry
 from adlm.training import setup
 from adlm.training import state as run_state
+from adlm.training import task as training_task
 from adlm.training.distributed import ParallelModel
-from adlm.training.loop import Run, run_training
+from adlm.training.task import InitModel
+from adlm.training.train import Run, train_task
 
 EXTRA_TOKENS = 8  # that a model may write more than the longest solution before it is cut off
 QUESTION = re.compile(r"\s*\d+ +\d+(?: *\| *\d+ +\d+)* *\? *\d+ +\d+ +\d+\s*")  # of graphs
@@ -74,81 +77,106 @@ COUNTED_ROWS = 256  # problems whose lengths the FLOPs are counted from
 def train(task: str, arm: str, recipe: str = "reason", *changes: str, **settings: Any) -> Run:
     """Train a model on a task by an arm; the same call resumes an interrupted run."""
     names = f"reasoning.task={task}", f"reasoning.arm={arm}"
-    return run_training(load_config(recipe, *names, *changes, **settings), open_run)
+    return train_task(load_config(recipe, *names, *changes, **settings), ReasoningTask)
 
 
-def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
-    """Open the task of a run, with the arm's model and objective."""
-    assert isinstance(config, ReasoningConfig)
-    name = config.reasoning.arm
-    arm, is_cuda = Registry("arm", ARMS).resolve(name), context.device.type == "cuda"
-    if config.parallel.kind in ("fsdp", "hsdp"):
-        raise ValueError(
-            f"parallel.kind={config.parallel.kind} shards weights, and one process decodes: use ddp"
+class ReasoningTask(training_task.Task):
+    """The problems of a task, laid out by an arm."""
+
+    best_metric = "val/error"
+
+    def __init__(self, config: Config, context: DistributedContext) -> None:
+        assert isinstance(config, ReasoningConfig)
+        name = config.reasoning.arm
+        arm = Registry("arm", ARMS).resolve(name)
+        if config.parallel.kind in ("fsdp", "hsdp"):
+            kind = f"parallel.kind={config.parallel.kind}"
+            raise ValueError(f"{kind} shards weights, and one process decodes: use ddp")
+        if arm.labels == "foreign" and config.batch < 2:
+            problem = f"batch={config.batch} has no other problem's labels for {name}"
+            raise ValueError(f"{problem}: give 2")
+        self.context = context
+        self.problems, self.init = open_task_and_init(config)
+        method = arm.method if self.init is None else self.init.method
+        self.config = config = config.replace(method=method)
+
+        is_cuda = context.device.type == "cuda"
+        layouts = build_reasoning_objective(
+            config, self.problems, multiple=CAPTURED_LENGTHS if is_cuda else 1
         )
-    if arm.labels == "foreign" and config.batch < 2:
-        raise ValueError(f"batch={config.batch} has no other problem's labels for {name}: give 2")
-    task, init = open_task_and_init(config)
-    config = config.replace(method=arm.method if init is None else init.method)
-    objective = build_reasoning_objective(config, task, multiple=CAPTURED_LENGTHS if is_cuda else 1)
-    longest = max(map(objective.count_tokens, task.load_sample()))
-    shape = build_shape(config, task, init, longest)
-    if longest > shape.length:
-        size = f"a problem of {task.name} has {longest} tokens in the layout of {name}"
-        raise ValueError(
-            f"{size}, and the model takes {shape.length}: choose another model or fewer hops"
-        )
-    can_capture = (
-        is_cuda and context.world_size == 1 and shape.dropout == 0 and not shape.time_conditioning
-    )
-    decoder = StepDecoder(shape, seed=config.seed) if arm.auxiliary == "simcot" else None
-    run = CapturedFeatures() if can_capture else compute_features
-    objective = replace(
-        objective,
-        loss_fn=partial(reasoning_loss, run=run, decoder=decoder),
-        modules={} if decoder is None else {"decoder": decoder},
-    )
-    valid = task.load_valid(config.valid.rows or 1024)
+        self.length = max(map(layouts.count_tokens, self.problems.load_sample()))
+        self.shape = build_shape(config, self.problems, self.init, self.length)
+        if self.length > self.shape.length:
+            size = f"a problem of {self.problems.name} has {self.length} tokens"
+            room = f"the layout of {name}, and the model takes {self.shape.length}"
+            raise ValueError(f"{size} in {room}: choose another model or fewer hops")
+        self.objective = self.layouts = self.add_loss(layouts, arm)
 
-    def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
-        results = context.run_on_rank0(lambda: solve(parallel.model, task, objective, valid))
+        self.valid = self.problems.load_valid(config.valid.rows or 1024)
+        self.tokenizer = self.problems.tokenizer
+        self.data_hash = self.problems.hash_problems()
+        self.row_tokens = self.length
+        made = "generated " if self.data_hash.startswith(GENERATED) else ""
+        self.description = (
+            f"{self.problems.name}, arm {name}; {config.steps:,} steps of {config.batch} "
+            f"{made}problems of at most {self.length} tokens, vocabulary {self.shape.vocab_size:,}"
+        )
+
+    def add_loss(
+        self, layouts: ReasoningObjective | HoleObjective, arm: Arm
+    ) -> ReasoningObjective | HoleObjective:
+        """Return the objective with the loss of its arm, and the module that the loss trains."""
+        shape = self.shape
+        is_plain = shape.dropout == 0 and not shape.time_conditioning
+        is_alone = self.context.device.type == "cuda" and self.context.world_size == 1
+        run = CapturedFeatures() if is_alone and is_plain else compute_features
+        decoder = None
+        if arm.auxiliary == "simcot":
+            decoder = StepDecoder(shape, seed=self.config.seed)
+        return replace(
+            layouts,
+            loss_fn=partial(reasoning_loss, run=run, decoder=decoder),
+            modules={} if decoder is None else {"decoder": decoder},
+        )
+
+    def open_batches(self) -> ItemBatches:
+        """Open the problems of each step."""
+        return ItemBatches(
+            self.problems,
+            self.config.batch,
+            seed=self.config.seed,
+            rank=self.context.rank,
+            size=self.context.world_size,
+        )
+
+    def validate(self, parallel: ParallelModel, batch: int) -> dict[str, float]:
+        """Compute the accuracy on held-out problems, in one process."""
+        results = self.context.run_on_rank0(
+            lambda: solve(parallel.model, self.problems, self.layouts, self.valid)
+        )
+        answers = [item.answer for item in self.valid]
         right = sum(
-            result.answer == item.answer for result, item in zip(results, valid, strict=True)
+            result.answer == answer for result, answer in zip(results, answers, strict=True)
         )
-        return {"val/accuracy": right / len(valid), "val/error": 1 - right / len(valid)}
+        accuracy = right / len(answers)
+        return {"val/accuracy": accuracy, "val/error": 1 - accuracy}
 
-    def sample(model: LanguageModel) -> str:
-        items = valid[: config.samples.rows]
-        results = solve(model, task, objective, items)
-        return "\n".join(
-            format_solution(task, item, result) for item, result in zip(items, results, strict=True)
-        )
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
+        """Format the accuracy."""
+        return f"accuracy {metrics['val/accuracy']:.1%} of the validation problems"
 
-    data_hash = task.hash_problems()
-    problems = "generated problems" if data_hash.startswith(GENERATED) else "problems"
-    return setup.TrainingTask(
-        config,
-        shape,
-        init,
-        objective,
-        ItemBatches(
-            task, config.batch, seed=config.seed, rank=context.rank, size=context.world_size
-        ),
-        validate=validate,
-        format_metrics=lambda metrics: (
-            f"accuracy {metrics['val/accuracy']:.1%} of the validation problems"
-        ),
-        sample=sample,
-        data_hash=data_hash,
-        description=f"{task.name}, arm {name}; {config.steps:,} steps of {config.batch} {problems} of at most "
-        f"{longest} tokens, vocabulary {shape.vocab_size:,}",
-        length=longest,
-        tokenizer=task.tokenizer,
-        best_metric="val/error",
-    )
+    def sample(self, model: LanguageModel) -> str:
+        """Solve some held-out problems."""
+        items = self.valid[: self.config.samples.rows]
+        results = solve(model, self.problems, self.layouts, items)
+        lines = [
+            format_solution(self.problems, item, result)
+            for item, result in zip(items, results, strict=True)
+        ]
+        return "\n".join(lines)
 
 
-def open_task_and_init(config: ReasoningConfig) -> tuple[Task, setup.InitModel | None]:
+def open_task_and_init(config: ReasoningConfig) -> tuple[Task, InitModel | None]:
     """Open the task and the model of `init`, whose vocabulary the markers of the task and then the mask follow."""
     if config.init is None:
         name = config.reasoning.tokenizer or "gpt2"
@@ -158,7 +186,7 @@ def open_task_and_init(config: ReasoningConfig) -> tuple[Task, setup.InitModel |
     resumed = setup.find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
         file = model_folder.read_config_json(resumed)
-        init = setup.InitModel(file.method, ModelConfig.parse("json", **file.model))
+        init = InitModel(file.method, ModelConfig.parse("json", **file.model))
         return open_task(config.reasoning, Tokenizer.load(resumed)), init
     path = find_bundled_model(config.init) if config.init in MODELS else Path(config.init)
     settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
@@ -194,11 +222,11 @@ def open_task_and_init(config: ReasoningConfig) -> tuple[Task, setup.InitModel |
         )
     model = extend_vocabulary(model, count) if count else model
     shape = model.config.replace(mask_id=own.mask_id)
-    return task, setup.InitModel(method, shape, model.state_dict(), sha256)
+    return task, InitModel(method, shape, model.state_dict(), sha256)
 
 
 def build_shape(
-    config: ReasoningConfig, task: Task, init: setup.InitModel | None, longest: int
+    config: ReasoningConfig, task: Task, init: InitModel | None, longest: int
 ) -> ModelConfig:
     """Build the model config of a run: that of the base model, or the recipe's with the task's vocabulary."""
     changes = {

@@ -13,7 +13,7 @@ import torch
 from adlm.apps.reasoning import runs
 from adlm.apps.reasoning.arms import ARMS
 from adlm.apps.reasoning.graphs import NAMES
-from adlm.apps.reasoning.runs import evaluate, load_run, open_run, solve, train
+from adlm.apps.reasoning.runs import ReasoningTask, evaluate, load_run, solve, train
 from adlm.config import load_config
 from adlm.data.tokenizers import END_OF_TEXT, train_bpe
 from adlm.distributed import DistributedContext
@@ -21,7 +21,7 @@ from adlm.models import folder as model_folder
 from adlm.models.folder import LoadedModel
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.training import state as run_state
-from adlm.training.loop import Run, run_training
+from adlm.training.train import Run, train_task
 from tests.training.runs import assert_close, assert_same, curve, shelf, tensors, torchrun
 from tests.training.runs import run as run_text
 from tests.training.test_resume import crash_at
@@ -364,7 +364,7 @@ def test_all_problems_of_a_text_task_must_fit_the_model(gsm8k: Path, tmp_path: P
     config = load_config(
         *arguments(tmp_path, "cot", *TEXT_MODEL, f"reasoning.path={tmp_path}", task="gsm8k")
     )
-    opened = open_run(config, DistributedContext(torch.device("cpu")))
+    opened = ReasoningTask(config, DistributedContext(torch.device("cpu")))
     assert opened.shape.length >= opened.length > len(problems[0]["question"].split())
 
 
@@ -402,5 +402,5 @@ if __name__ == "__main__":
     import tests.training.runs as jobs
 
     torch.set_num_threads(1)
-    jobs.train = lambda *given: run_training(load_config(*given), open_run)  # type: ignore[assignment]
+    jobs.train = lambda *given: train_task(load_config(*given), ReasoningTask)  # type: ignore[assignment]
     jobs._run_jobs(Path(sys.argv[1]))
