@@ -13,6 +13,7 @@ from adlm.errors import install_command
 
 SECONDS_TO_DRAIN = 30
 MODELS_HELP = f"{options.MODEL_HELP} Several can be compared."
+PLUGIN_HELP = "A sampler of your own, module:object, that requests may name; repeatable."
 KEY_HELP = "Key that clients must send. [default: none]"
 
 
@@ -27,6 +28,9 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Texts in the queue; more are answered with 429.")
     ] = 256,
+    plugin: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE:OBJECT", help=PLUGIN_HELP)
+    ] = None,
     deterministic: options.Deterministic = False,
     device: options.Device = "auto",
     network: options.Network = None,
@@ -40,10 +44,13 @@ def serve(
     import uvicorn
 
     from adlm.bundled import DEFAULT
+    from adlm.diffusion.samplers import register_sampler
     from adlm.serve.app import create_app
     from adlm.serve.engine import EngineLimits
     from adlm.text.lm import load
 
+    for target in plugin or []:
+        register_sampler(target)
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         status_console().print(
             f"warning: {host} is open to the network without an API key: set ADLM_API_KEY"

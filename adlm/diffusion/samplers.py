@@ -19,7 +19,7 @@ from adlm.diffusion.sampling import (
     View,
     count_hiding_steps,
 )
-from adlm.registry import Registry, build
+from adlm.registry import Registry, build, load_object
 from adlm.settings import (
     DEFAULT_SAMPLER,
     DEFAULT_STEPS,
@@ -239,6 +239,19 @@ SAMPLERS: Registry[Callable[..., Plan | Sampler]] = Registry(
         "entropy": "entropy_bounded",
     },
 )
+
+
+def register_sampler(target: str) -> None:
+    """Import the sampler `module:object`, which requests may name from then on: they never import one."""
+    sampler = load_object(target)
+    is_function = inspect.isroutine(sampler)
+    is_class = inspect.isclass(sampler) and issubclass(sampler, Sampler)
+    if not (is_function or is_class or isinstance(sampler, Plan | Sampler)):
+        raise ValueError(
+            f"{target!r} is {sampler!r:.80}: expected a sampler, a class of samplers, or a function "
+            "that returns one"
+        )
+    SAMPLERS.register(target, sampler)
 
 
 def takes_steps(sampler: str) -> bool:
