@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # `as`: type checkers take the names as public
     from adlm.convert import from_state_dict as from_state_dict
     from adlm.data.prepare import prepare as prepare
     from adlm.data.shards import open_data as open_data
+    from adlm.diffusion.anchors import AnchorRule as AnchorRule
     from adlm.diffusion.anchors import rare_in_sequence as rare_in_sequence
     from adlm.diffusion.categorical import SamplingParams as SamplingParams
     from adlm.diffusion.masking import ForwardProcess as ForwardProcess
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 # Name -> the module that defines it.
 _EXPORTS = {
     "LM": "adlm.text.lm",
+    "AnchorRule": "adlm.diffusion.anchors",
     "Column": "adlm.diffusion.sampling",
     "Config": "adlm.config",
     "CounterRng": "adlm.diffusion.rng",
