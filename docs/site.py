@@ -21,7 +21,8 @@ def list_definitions(package: str) -> list[str]:
         value = getattr(module, name)
         if isinstance(value, str) or getattr(value, "__spec__", None):  # __version__, a subpackage
             continue
-        owner = getattr(value, "__module__", package)
+        is_defined = hasattr(value, "__qualname__")  # a function or class, not a table
+        owner = value.__module__ if is_defined else package
         paths.append(f"{owner if owner.startswith('adlm') else package}.{name}")
     return paths
 

@@ -1,7 +1,7 @@
 """Anchor rules, which choose the important tokens (B, L) -> is_anchor (B, L), and the weight of their loss."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +11,15 @@ from adlm.diffusion.rng import Purpose, philox, uniform_pair
 from adlm.errors import check_known
 from adlm.registry import Registry, build
 
-# (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
-AnchorRule = Callable[[Tensor, Tensor | None], Tensor]
+
+class AnchorRule(Protocol):
+    """Chooses the important tokens: (tokens (B, L), valid) -> is_anchor (B, L).
+
+    `valid` is False at padding, which is neither counted nor an anchor, and None without padding.
+    """
+
+    def __call__(self, tokens: Tensor, valid: Tensor | None, /) -> Tensor: ...
+
 
 ANCHOR_SCOPES = ("all", "masked", "visible")
 
