@@ -26,11 +26,14 @@ def check_memory(
     precision: torch.dtype,
 ) -> None:
     """Raise MemoryError if a step is estimated not to fit, before anything is built."""
-    kind, is_cuda = config.parallel.kind, context.device.type == "cuda"
-    shards = {
-        "fsdp": context.world_size,
-        "hsdp": config.parallel.shard or context.local_world_size,
-    }.get(kind, 1)
+    if not config.memory_check:
+        return
+    is_cuda = context.device.type == "cuda"
+    shards = 1
+    if config.parallel.kind == "fsdp":
+        shards = context.world_size
+    elif config.parallel.kind == "hsdp":
+        shards = config.parallel.shard or context.local_world_size
     needed = estimate_memory(
         model,
         rows=rows,
@@ -41,13 +44,15 @@ def check_memory(
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_cuda=is_cuda,
     )
-    needed *= 1 if is_cuda else context.local_world_size  # processes that share this memory
+    if not is_cuda:
+        needed *= context.local_world_size  # processes that share this memory
     available = get_available_memory(context.device)
-    if config.memory_check and needed > available:
+    if needed > available:
+        sizes = f"about {format_bytes(needed)}; {format_bytes(int(available))} are free"
         raise MemoryError(
-            f"a step of {rows} × {length} tokens takes about {format_bytes(needed)}; {format_bytes(int(available))} "
-            f"are free on {context.device}. Reduce micro_batch (now {rows}), set parallel.checkpoint_activations=true, "
-            "shard the weights with parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this"
+            f"a step of {rows} × {length} tokens takes {sizes} on {context.device}. Reduce "
+            f"micro_batch (now {rows}), set parallel.checkpoint_activations=true, shard the weights "
+            "with parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this"
         )
 
 
@@ -69,26 +74,28 @@ def find_checkpoint(config: Config) -> Path | None:
 
 def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
     """Find and verify the checkpoint to resume from; None for a new run."""
-    folder, checkpoints = Path(config.folder), Path(config.folder) / "checkpoints"
+    folder = Path(config.folder)
+    checkpoints = folder / "checkpoints"
     run_state.restore_links(checkpoints)
     path = find_checkpoint(config)
     if path is None:
         return None
     if not path.is_dir():
         names = ", ".join(map(str, model_folder.list_checkpoints(checkpoints))) or "none"
-        raise ValueError(
-            f"resume={config.resume} is not a checkpoint: expected auto or one of {names}"
-        )
+        expected = f"expected auto or one of {names}"
+        raise ValueError(f"resume={config.resume} is not a checkpoint: {expected}")
     run_state.verify_checkpoint(path)
     state = run_state.read_state(path)
+
     saved = folder / "config.yaml"
-    if saved.is_file() and (changes := compare_configs(load_config(saved), config)):
+    changes = compare_configs(load_config(saved), config) if saved.is_file() else []
+    if changes:
         remedy = "Choose another folder, or restore these settings to resume"
         raise ValueError(f"{folder} has a run with other settings: {'; '.join(changes)}. {remedy}")
     if state.data != data_hash:
         raise ValueError(
-            f"{folder} was trained on other data than {config.data.path} (another text, tokenizer or length): resume "
-            "with the same data, or choose another folder"
+            f"{folder} was trained on other data than {config.data.path} (another text, tokenizer "
+            "or length): resume with the same data, or choose another folder"
         )
     if config.resume != "auto" and path.parent == checkpoints.resolve():
         run_state.set_aside_later(path)

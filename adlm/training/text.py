@@ -145,10 +145,12 @@ def hash_data(data: PreparedData, stream: Source | None) -> str:
 
 def describe_data(config: Config, data: PreparedData) -> str:
     """Describe the rows of text that a run trains on."""
-    rows, epochs = f"{config.data.stream}, streamed, rows", ""
+    rows = f"{config.data.stream}, streamed, rows"
+    epochs = ""
     if not config.data.stream:
         count = len(data.rows("train"))
-        rows, epochs = f"{count:,} rows", f" = {config.steps * config.batch / count:.3g} epochs"
+        rows = f"{count:,} rows"
+        epochs = f" = {config.steps * config.batch / count:.3g} epochs"
     sizes = f"{data.length} tokens, vocabulary {data.vocab_size:,}"
     return f"{rows} of {sizes}; {config.steps:,} steps of {config.batch} rows{epochs}"
 
@@ -183,21 +185,19 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
         return None
     resumed = find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
-        file = model_folder.read_config_json(resumed)
-        init = InitModel(file.method, ModelConfig.parse("json", **file.model))
+        described = model_folder.read_config_json(resumed)
+        init = InitModel(described.method, ModelConfig.parse("json", **described.model))
     else:
         is_bundled = config.init in MODELS  # ./NAME is a folder of that name
-        folder = model_folder.find_model_folder(
-            find_bundled_model(config.init) if is_bundled else config.init
-        )
+        path = find_bundled_model(config.init) if is_bundled else config.init
+        folder = model_folder.find_model_folder(path)
         loaded = model_folder.load_model(folder)
         check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
         sha256 = hash_file(model_folder.find_weights_file(folder))
         init = InitModel(loaded.method, loaded.model.config, loaded.model.state_dict(), sha256)
     if config.method not in (None, init.method):
-        raise ValueError(
-            f"method={config.method}, and init={config.init} is {init.method}: leave method out"
-        )
+        problem = f"method={config.method}, and init={config.init} is {init.method}"
+        raise ValueError(f"{problem}: leave method out")
     return init
 
 
@@ -205,35 +205,42 @@ def check_init_data(
     config: Config, data: PreparedData, loaded: model_folder.LoadedModel, tokenizer: str
 ) -> None:
     """Raise ValueError, with the command that makes fitting data, if tokens or rows are not those of `init`."""
-    shape, rows, train = (
-        loaded.model.config,
-        data.manifest.rows,
-        data.manifest.splits["train"],
-    )
     if loaded.tokenizer is None:
-        raise ValueError(
-            f"init={config.init} has no tokenizer.json: copy the one of its data into its folder"
-        )
-    expected, actual = (describe_tokenizer(each) for each in (loaded.tokenizer, data.tokenizer))
-    is_same = actual | {"name": ""} == expected | {"name": ""}
-    is_same &= (data.vocab_size, data.mask_id) == (shape.vocab_size, shape.mask_id)
-    sizes = f"{data.vocab_size:,} tokens, not {expected['name']} with {shape.vocab_size:,}"
-    problems = [] if is_same else [f"the tokenizer {actual['name']} with {sizes}"]
-    problems += [f"length {data.length}, not {shape.length}"] * (data.length != shape.length)
-    problems += [f"{rows} rows, not {loaded.rows}"] * (rows != loaded.rows)
-    if problems:
-        is_cut = (
-            loaded.rows == "documents" and train.documents < train.rows
-        )  # then a paragraph is a document
-        source, out = (
-            "SOURCE --documents blank" if is_cut else "SOURCE",
-            shlex.quote(f"{config.data.path}-init"),
-        )
-        raise ValueError(
-            f"data.path={config.data.path} does not fit init={config.init}: it has {'; '.join(problems)}. Prepare the "
-            f"text for it: adlm prepare {source} --out {out} --tokenizer {shlex.quote(tokenizer)} "
-            f"--length {shape.length} --rows {loaded.rows}"
-        )
+        problem = f"init={config.init} has no tokenizer.json"
+        raise ValueError(f"{problem}: copy the one of its data into its folder")
+    problems = list_init_problems(data, loaded, describe_tokenizer(loaded.tokenizer))
+    if not problems:
+        return
+    train = data.manifest.splits["train"]
+    is_cut = loaded.rows == "documents" and train.documents < train.rows
+    source = "SOURCE --documents blank" if is_cut else "SOURCE"  # a paragraph is a document
+    out = shlex.quote(f"{config.data.path}-init")
+    command = (
+        f"adlm prepare {source} --out {out} --tokenizer {shlex.quote(tokenizer)} "
+        f"--length {loaded.model.config.length} --rows {loaded.rows}"
+    )
+    raise ValueError(
+        f"data.path={config.data.path} does not fit init={config.init}: it has "
+        f"{'; '.join(problems)}. Prepare the text for it: {command}"
+    )
+
+
+def list_init_problems(
+    data: PreparedData, loaded: model_folder.LoadedModel, expected: Mapping[str, Any]
+) -> list[str]:
+    """List how the rows of data differ from those of a model, whose tokenizer is described."""
+    shape = loaded.model.config
+    actual = describe_tokenizer(data.tokenizer)
+    problems = []
+    is_same = all(actual[key] == expected[key] for key in actual if key != "name")
+    if not is_same or (data.vocab_size, data.mask_id) != (shape.vocab_size, shape.mask_id):
+        sizes = f"{data.vocab_size:,} tokens, not {expected['name']} with {shape.vocab_size:,}"
+        problems.append(f"the tokenizer {actual['name']} with {sizes}")
+    if data.length != shape.length:
+        problems.append(f"length {data.length}, not {shape.length}")
+    if data.manifest.rows != loaded.rows:
+        problems.append(f"{data.manifest.rows} rows, not {loaded.rows}")
+    return problems
 
 
 def build_model_config(
@@ -241,32 +248,31 @@ def build_model_config(
 ) -> ModelConfig:
     """Build the method's model config from preset, recipe and data; with `init` it is that model's, with which settings
     of the recipe must agree, except for dropout."""
-    changes = {
-        key: value
-        for key, value in vars(config.model).items()
-        if key != "preset" and value is not None
-    }
+    method = str(config.method) if init is None else init.method
+    changes = config.model.model_dump(exclude={"preset"}, exclude_none=True)
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
-    method = init.method if init is not None else str(config.method)
     if not METHODS.resolve(method).two_stages and changes.pop("anchor_layers", 0):
-        anchor_layers = config.model.anchor_layers
-        raise ValueError(
-            f"model.anchor_layers={anchor_layers}, but {method} has one stage: set model.denoiser_layers instead"
-        )
+        problem = f"model.anchor_layers={config.model.anchor_layers}, but {method} has one stage"
+        raise ValueError(f"{problem}: set model.denoiser_layers instead")
     changes |= {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
-    shape = build_config(method, config.model.preset, **changes) if config.model.preset else None
+    shape = None
+    if config.model.preset is not None:
+        shape = build_config(method, config.model.preset, **changes)
     if init is None:
-        assert shape is not None
+        assert shape is not None  # the recipe's, or the default
         return shape
-    expected, given = init.shape.model_dump(), changes if shape is None else shape.model_dump()
-    if wrong := [key for key in given if given[key] != expected[key] and key != "dropout"]:
-        listed = "; ".join(
-            f"model.{key} is {given[key]} in the recipe, {expected[key]} in init" for key in wrong
-        )
-        raise ValueError(
-            f"init={config.init} has another model: {listed}. Use a recipe without model.*: fine-tune"
-        )
+
+    expected = init.shape.model_dump()
+    given = changes if shape is None else shape.model_dump()
+    wrong = [
+        f"model.{key} is {value} in the recipe, {expected[key]} in init"
+        for key, value in given.items()
+        if value != expected[key] and key != "dropout"
+    ]
+    if wrong:
+        problem = f"init={config.init} has another model: {'; '.join(wrong)}"
+        raise ValueError(f"{problem}. Use a recipe without model.*: fine-tune")
     return init.shape.replace(dropout=given.get("dropout", init.shape.dropout))
 
 
@@ -274,24 +280,28 @@ def build_objective(
     config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool
 ) -> Objective:
     """Build the training objective of a recipe."""
-    settings, rule = config.objective, None
-    if model.anchor_layers:
-        factory = ANCHOR_RULES.resolve(settings.anchor_rule, allow_import=True)
-        known = inspect.signature(factory).parameters
-        given = {**vars(settings), "seed": config.seed, "vocab_size": data.vocab_size}
-        options = {key: value for key, value in given.items() if key in known and value is not None}
-        if "counts" in known:
-            options["counts"] = data.counts()
-        if "document_counts" in known:
-            options |= count_documents(data)
-        rule = build(ANCHOR_RULES, settings.anchor_rule, options, allow_import=True)
+    rule = build_rule(config, data) if model.anchor_layers else None
     process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
     # The kernel for rows of different lengths is one of half precision.
     is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
-    is_unpadded = is_unpadded and can_leave_padding_out()
-    process = replace(process, arrange_valid=unpad if is_unpadded else None)
+    if is_unpadded and can_leave_padding_out():
+        process = replace(process, arrange_valid=unpad)
     method = METHODS.resolve(str(config.method))
     return OBJECTIVES.resolve(method.objective)(process)
+
+
+def build_rule(config: Config, data: PreparedData) -> AnchorRule:
+    """Build the anchor rule of a recipe, with the settings and the counts that it takes."""
+    name = config.objective.anchor_rule
+    factory = ANCHOR_RULES.resolve(name, allow_import=True)
+    known = inspect.signature(factory).parameters
+    given = dict(config.objective) | {"seed": config.seed, "vocab_size": data.vocab_size}
+    options = {key: given[key] for key in known if given.get(key) is not None}
+    if "counts" in known:
+        options["counts"] = data.counts()
+    if "document_counts" in known:
+        options |= count_documents(data)
+    return build(ANCHOR_RULES, name, options, allow_import=True)
 
 
 def build_process(
@@ -315,13 +325,11 @@ def build_process(
 
 def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, Any]:
     """Count in how many of the first rows each token occurs, for tf-idf: a row is a document."""
-    rows, counts = data.rows("train"), torch.zeros(data.vocab_size, dtype=torch.int64)
+    rows = data.rows("train")
     count = min(len(rows), max_rows)
+    counts = torch.zeros(data.vocab_size, dtype=torch.int64)
     for numbers in torch.arange(count).split(1024):
         tokens = rows.fetch(numbers)[0].long()
-        counts += (
-            torch.zeros(len(tokens), data.vocab_size, dtype=torch.bool)
-            .scatter_(1, tokens, True)
-            .sum(0)
-        )
+        occurs = torch.zeros(len(tokens), data.vocab_size, dtype=torch.bool)
+        counts += occurs.scatter_(1, tokens, True).sum(0)
     return {"document_counts": counts, "documents": count}

@@ -229,30 +229,24 @@ def build_shape(
     config: ReasoningConfig, task: Task, init: InitModel | None, longest: int
 ) -> ModelConfig:
     """Build the model config of a run: that of the base model, or the recipe's with the task's vocabulary."""
-    changes = {
-        key: value
-        for key, value in vars(config.model).items()
-        if key != "preset" and value is not None
-    }
+    changes = config.model.model_dump(exclude={"preset"}, exclude_none=True)
     if init is not None:
         return init.shape.replace(dropout=changes.get("dropout", init.shape.dropout))
-    layers = changes.pop("denoiser_layers", 4)
     method = METHODS[str(config.method)]
-    stages = (
-        {"anchor_layers": layers // 2, "denoiser_layers": layers - layers // 2}
-        if method.two_stages
-        else {}
-    )
-    changes = {"anchor_layers": 0, "denoiser_layers": layers, "bridge": "direct"} | changes | stages
-    length = task.length or -(-(longest + EXTRA_TOKENS) // 64) * 64
-    changes |= {
+    layers = changes.pop("denoiser_layers", 4)
+    anchor_layers = changes.pop("anchor_layers", 0)
+    if method.two_stages:
+        anchor_layers = layers // 2
+        layers -= anchor_layers
+    defaults = {"bridge": "direct", "cond_dim": None, "is_causal": method.is_causal}
+    sizes = {
         "vocab_size": task.tokenizer.vocab_size,
         "mask_id": task.tokenizer.mask_id,
-        "length": length,
+        "length": task.length or -(-(longest + EXTRA_TOKENS) // 64) * 64,
+        "anchor_layers": anchor_layers,
+        "denoiser_layers": layers,
     }
-    return ModelConfig.parse(
-        "json", **({"cond_dim": None, "is_causal": method.is_causal} | changes)
-    )
+    return ModelConfig.parse("json", **(defaults | changes | sizes))
 
 
 def build_reasoning_objective(
