@@ -57,15 +57,15 @@ def run_rounds(words: Sequence[Words]) -> tuple[Words, Words, Words, Words]:
     NumPy has a third of torch's cost a call, which is what few numbers take. Both halves of a round are one array.
     """
     c0, c1, c2, c3, k0, k1 = words
-    shape = np.broadcast_shapes(*(x.shape for x in words))
+    shape = np.broadcast(*words).shape
     factor = np.empty((2, *shape), np.uint64)  # the words that are multiplied
     other = np.empty_like(factor)
     product = np.empty_like(factor)
     factor[0], factor[1] = c0, c2
     other[0], other[1] = c1, c3
-    key = np.stack(np.broadcast_arrays(k0, k1))
-    missing = 1 + len(shape) - key.ndim
-    key = key.reshape(2, *[1] * missing, *key.shape[1:])
+    key_shape = np.broadcast(k0, k1).shape
+    key = np.empty((2, *[1] * (len(shape) - len(key_shape)), *key_shape), np.uint64)
+    key[0], key[1] = k0, k1
     keys = (key + KEY_STEPS.reshape(ROUNDS, 2, *[1] * len(shape))) & LOW
     multiplier = MULTIPLIERS.reshape(2, *[1] * len(shape))
     for number in range(ROUNDS):
@@ -90,9 +90,9 @@ def uniform_pair(
 
 def make_numbers(arguments: Sequence[Words], purpose: int) -> tuple[Numbers, Numbers]:
     """Make the numbers of seed, row, step and position, at most MAX_NUMBERS at a time."""
-    shape = np.broadcast_shapes(*(x.shape for x in arguments))
-    axis = next((i for i, size in enumerate(shape) if size > 1), 0)
+    shape = np.broadcast(*arguments).shape
     if math.prod(shape) > MAX_NUMBERS:
+        axis = next(i for i, size in enumerate(shape) if size > 1)
         full = [np.broadcast_to(x, shape) if x.ndim < len(shape) else x for x in arguments]
         parts = [np.array_split(x, 2, axis) if x.shape[axis] > 1 else [x, x] for x in full]
         halves = [make_numbers(part, purpose) for part in zip(*parts, strict=True)]
@@ -146,6 +146,11 @@ class CounterRng:
 
     def pairs(self, step: int, steps: int, length: int, purpose: Purpose) -> tuple[Tensor, Tensor]:
         """Return two (steps, B, length) tensors of numbers, for `steps` steps from `step` on."""
-        seed = self.seed if self.seed.dim() == 0 else self.seed[:, None]
-        when = (torch.arange(step, step + steps)[:, None] + self.start)[..., None]
-        return uniform_pair(seed, self.rows[:, None], when, torch.arange(length), int(purpose))
+        seed = self.seed.numpy()
+        seed = seed if seed.ndim == 0 else seed[:, None]
+        row = self.rows.numpy()[:, None]
+        start = self.start.numpy() if isinstance(self.start, Tensor) else self.start
+        when = (np.arange(step, step + steps)[:, None] + start)[..., None]
+        arguments = [x.view(np.uint64) for x in (seed, row, when, np.arange(length))]
+        first, second = make_numbers(arguments, int(purpose))
+        return torch.from_numpy(first), torch.from_numpy(second)

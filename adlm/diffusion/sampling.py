@@ -16,7 +16,7 @@ the block, position), so a text does not depend on the rows that are sampled wit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -33,6 +33,7 @@ from adlm.diffusion.rng import (
     Purpose,
     check_row,
     check_seed,
+    make_numbers,
     uniform_pair,
 )
 
@@ -285,37 +286,59 @@ def list_changes(
     hides_until = count_hiding_steps(plan)
     hidden = is_hidden.copy()
     step = 0
+    is_last = False
     while step < len(plan):
-        if step >= hides_until:  # what is visible stays
+        last = len(plan)
+        if step < hides_until:
+            last = hides_until
+        else:  # what is visible stays
             free = free[hidden]
             hidden = hidden[hidden]
         ahead = max(1, MAX_NUMBERS // max(1, len(free)))
-        steps = torch.arange(step, min(len(plan), step + ahead))
+        steps = torch.arange(step, min(last, step + ahead))
         clock = (block * MAX_BLOCK_STEPS + steps)[:, None]
         key = torch.tensor(seed), torch.tensor(number)
         u, u_token = uniform_pair(*key, clock, torch.from_numpy(free), Purpose.SAMPLE)
         transition = plan[steps[:, None]]
         may_reveal = (u < transition.reveal_prob).numpy()
-        may_hide = (u < transition.remask_prob).numpy()
-        for now, reveals, hides, numbers in zip(
-            steps.tolist(), may_reveal, may_hide, u_token.numpy(), strict=True
-        ):
-            is_revealed = reveals & hidden
-            is_remasked = hides & ~hidden
+        if step < hides_until:
+            may_hide = (u < transition.remask_prob).numpy()
+            found = find_changes(may_reveal, may_hide, hidden)
+        else:
+            found = find_reveals(may_reveal, hidden)
+        numbers = u_token.numpy()
+        for k, reveal, hide in found:
+            now = step + k
             is_last = now == len(plan) - 1
-            is_changed = is_revealed | is_remasked
-            if not (is_changed.any() or is_last):
-                continue
-            hidden = hidden ^ is_changed
-            yield Change(
-                now,
-                free[is_revealed],
-                free[is_remasked],
-                numbers[is_revealed],
-                levels[now],
-                is_last,
-            )
-        step = int(steps[-1]) + 1
+            yield Change(now, free[reveal], free[hide], numbers[k, reveal], levels[now], is_last)
+        step += len(steps)
+    if not is_last:
+        yield Change(len(plan) - 1, NOTHING, NOTHING, None, levels[-1], is_last=True)
+
+
+def find_changes(
+    may_reveal: Flags, may_hide: Flags, hidden: Flags
+) -> Iterator[tuple[int, Positions, Positions]]:
+    """Yield each of K steps (K, F) that changes something, what it reveals and what it hides; update `hidden`."""
+    for k in range(len(may_reveal)):
+        changed = np.flatnonzero(np.where(hidden, may_reveal[k], may_hide[k]))
+        if len(changed):
+            was_hidden = hidden[changed]
+            hidden[changed] = ~was_hidden
+            yield k, changed[was_hidden], changed[~was_hidden]
+
+
+def find_reveals(may_reveal: Flags, hidden: Flags) -> Iterator[tuple[int, Positions, Positions]]:
+    """Yield each of K steps (K, F) that reveals something, where all is hidden and nothing is hidden again."""
+    revealed = may_reveal.any(0).nonzero()[0]
+    if not len(revealed):
+        return
+    hidden[revealed] = False
+    first = may_reveal.argmax(0)[revealed]  # the step of each
+    order = first.argsort(kind="stable")
+    steps, starts = np.unique(first[order], return_index=True)
+    for k, part in zip(steps.tolist(), np.split(revealed[order], starts[1:]), strict=True):
+        yield k, part, NOTHING
 
 
 class Slot:
@@ -356,7 +379,6 @@ class Slot:
         self.blocks: list[int] = np.unique(self.block_at[may_change]).tolist()  # to be filled
         self.frames = 0
         self.nfe = 0
-        self.place = 0  # among the rows of the last evaluation
         self.columns: dict[str, Numbers] = {}  # the sampler's own, (1,) or (L,)
         self.enter_block()
 
@@ -410,14 +432,6 @@ class Slot:
         self.step = change.step
         self.next = next(self.listed, None)
         return change
-
-    def advance(self, change: Change | None) -> None:
-        """Go to the next step, after a change."""
-        self.step += 1
-        self.frames += 1
-        if change is not None:
-            self.is_hidden[change.reveal] = False
-            self.is_hidden[change.hide] = True
 
     def fill(self) -> None:
         """Reveal in the next step what the sampler has left hidden, at noise level 0."""
@@ -533,6 +547,11 @@ class RunningBatch(Generic[R]):
         self.last_prob = np.zeros(shape)
         self.lengths = np.array([len(slot.tokens) for slot in self.slots], np.int64)
         self.hides = any(slot.hides_until for slot in self.slots)
+        self.place = np.zeros(len(self.slots), np.int64)  # among the rows of the last evaluation
+        samplers = [row.sampler for row in self.rows]
+        self.reads_last_prob: Flags = np.array(
+            [isinstance(x, Sampler) and x.reads_last_prob for x in samplers], bool
+        )
         for i, slot in enumerate(self.slots):
             length = len(slot.tokens)
             for name, whole in (
@@ -587,7 +606,7 @@ class RunningBatch(Generic[R]):
     def _view(self, sampler: Sampler, members: list[int]) -> View:
         slots = [self.slots[i] for i in members]
         numbers = [(x.step, x.first_hidden, x.row.seed, x.row.number, x.clock) for x in slots]
-        step, first_hidden, seed, number, clock = torch.tensor(numbers).unbind(-1)
+        step, first_hidden, seed, number, clock = torch.from_numpy(np.array(numbers).T.copy())
         is_free = self.is_free[members]
         return View(
             step=step,
@@ -617,18 +636,16 @@ class RunningBatch(Generic[R]):
         level = view.noise_level if move.noise_level is None else move.noise_level
         levels = level.tolist()
         is_last = [None] * len(levels) if move.is_last is None else move.is_last.tolist()
-        reveals = move.reveal.numpy()
-        hides = None if move.hide is None else move.hide.numpy()
-        are_made = "numbers" in vars(view)
+        reveals = list_positions(move.reveal)
+        hides = [NOTHING] * len(levels) if move.hide is None else list_positions(move.hide)
+        u = view.numbers[1].numpy() if "numbers" in vars(view) else None
         changes: Changes = {}
         for k, i in enumerate(group.members):
             slot = self.slots[i]
             for name, values in move.columns.items():
                 slot.columns[name] = values[k].double().reshape(-1).numpy()[: len(slot.tokens)]
-            hide = NOTHING if hides is None else hides[k].nonzero()[0]
-            reveal = reveals[k].nonzero()[0]
-            u = view.numbers[1][k].numpy()[reveal] if are_made else None
-            changes[i] = Change(slot.step, reveal, hide, u, levels[k], is_last[k])
+            own = None if u is None else u[k, reveals[k]]
+            changes[i] = Change(slot.step, reveals[k], hides[k], own, levels[k], is_last[k])
         return changes
 
     # Evaluate and choose.
@@ -641,9 +658,9 @@ class RunningBatch(Generic[R]):
         if not levels:
             return None
         members = list(levels)
-        for place, i in enumerate(members):
+        self.place[members] = np.arange(len(members))
+        for i in members:
             self.slots[i].nfe += 1
-            self.slots[i].place = place
         is_whole = members == list(range(len(self.slots)))
         tokens = self.tokens if is_whole else self.tokens[self._send(np.array(members, np.int64))]
         width = tokens.shape[1]
@@ -675,8 +692,7 @@ class RunningBatch(Generic[R]):
         if features is None:
             assert not len(targets.row)
             return
-        place = np.array([slot.place for slot in self.slots], np.int64)[targets.row]
-        index = self._send(np.stack([place, targets.position, targets.row]))
+        index = self._send(np.stack([self.place[targets.row], targets.position, targets.row]))
         size = self.evaluator.max_logit_rows
         for start in range(0, len(targets.row), size):
             part = slice(start, start + size)
@@ -730,12 +746,13 @@ class RunningBatch(Generic[R]):
         slots = [self.slots[i] for i in missing]
         counts = [len(change.reveal) for change in missing.values()]
         keys = np.array([(slot.row.seed, slot.row.number, slot.clock) for slot in slots])
-        seed, number, clock = torch.from_numpy(np.repeat(keys, counts, axis=0)).unbind(-1)
-        position = torch.from_numpy(np.concatenate([x.reveal for x in missing.values()]))
-        _, u = uniform_pair(seed, number, clock, position, Purpose.SAMPLE)
-        ends = np.cumsum(counts)[:-1]
-        for change, numbers in zip(missing.values(), np.split(u.numpy(), ends), strict=True):
-            change.u = numbers
+        seed, number, clock = np.repeat(keys, counts, axis=0).view(np.uint64).T
+        position = np.concatenate([x.reveal for x in missing.values()]).view(np.uint64)
+        _, u = make_numbers([seed, number, clock, position], Purpose.SAMPLE)
+        end = 0
+        for change, count in zip(missing.values(), counts, strict=True):
+            change.u = u[end : end + count]
+            end += count
 
     def _draw_jointly(
         self, i: int, targets: Targets, u: Numbers, features: Tensor | None
@@ -774,8 +791,9 @@ class RunningBatch(Generic[R]):
         """Write what changes, return the frame, and move on the rows whose block is over."""
         before = self.is_hidden.copy()
         self.write_tokens(changes, drawn)
-        for i, slot in enumerate(self.slots):
-            slot.advance(changes.get(i))
+        for slot in self.slots:
+            slot.step += 1
+            slot.frames += 1
         is_hidden = self.is_hidden.copy()
         frame = Frame(
             rows=self.rows,
@@ -794,26 +812,26 @@ class RunningBatch(Generic[R]):
     def write_tokens(self, changes: Changes, drawn: list[Drawn]) -> None:
         """Write drawn tokens, and the mask where a token is hidden again, into a copy: frames keep theirs."""
         width = self.tokens.shape[1]
-        where = [each.targets.row * width + each.targets.position for each in drawn]
+        shown = [each.targets.row * width + each.targets.position for each in drawn]
+        masked = [i * width + x.hide for i, x in changes.items() if len(x.hide)]
         values = [each.tokens for each in drawn]
-        where += [i * width + x.hide for i, x in changes.items() if len(x.hide)]
-        hidden = sum(len(change.hide) for change in changes.values())
-        if hidden:
+        flat_hidden = self.is_hidden.reshape(-1)
+        for where in shown:
+            flat_hidden[where] = False
+        if masked:
             assert self.evaluator.mask_id is not None
-            values.append(self.tokens.new_full((hidden,), self.evaluator.mask_id))
-        if where:
-            index = self._send(np.concatenate(where))
+            where = np.concatenate(masked)
+            flat_hidden[where] = True
+            values.append(self.tokens.new_full((len(where),), self.evaluator.mask_id))
+        if values:
+            index = self._send(np.concatenate([*shown, *masked]))
             flat = self.tokens.flatten().index_copy(0, index, torch.cat(values))
             self.tokens = flat.view(self.tokens.shape)
-        for each in drawn:
-            is_read = np.array([self._reads_last_prob(i) for i in each.targets.row.tolist()])
+        for each in drawn if self.reads_last_prob.any() else ():
+            is_read = self.reads_last_prob[each.targets.row]
             if is_read.any():
                 row, position = each.targets.row[is_read], each.targets.position[is_read]
                 self.last_prob[row, position] = each.probs.cpu().numpy()[is_read]
-
-    def _reads_last_prob(self, i: int) -> bool:
-        sampler = self.rows[i].sampler
-        return isinstance(sampler, Sampler) and sampler.reads_last_prob
 
     def count_settled(self) -> list[int]:
         """Count the leading positions of each row that can no longer change."""
@@ -825,12 +843,12 @@ class RunningBatch(Generic[R]):
     def _end_blocks(self, changes: Changes) -> list[bool]:
         """Move on the rows whose block is over; return which rows are done."""
         is_done = [False] * len(self.slots)
-        for i, change in changes.items():
+        ending = [i for i, change in changes.items() if change.is_last is not False]
+        left: Flags = np.any(self.is_hidden[ending] & self.is_free[ending], axis=1)
+        for i, is_left in zip(ending, left, strict=True):
             slot = self.slots[i]
-            if change.is_last is False:
-                continue
-            if len(slot.hidden):
-                if change.is_last:
+            if is_left:
+                if changes[i].is_last:
                     slot.fill()
             elif slot.blocks:
                 slot.enter_block()
@@ -916,6 +934,14 @@ def check_banned(banned: Tensor) -> Tensor:
         kind = int(banned.all(-1).nonzero()[0])
         raise ValueError(f"kind {kind} bans all tokens: allow at least one")
     return banned
+
+
+def list_positions(flags: Tensor) -> list[Positions]:
+    """Return the positions of each row (n, L) where a flag is set."""
+    array = flags.numpy()
+    ends = array.sum(1).cumsum().tolist()
+    positions = array.nonzero()[1]
+    return [positions[start:end] for start, end in pairwise([0, *ends])]
 
 
 def stack(rows: Sequence[Tensor], width: int | None = None) -> Tensor:
