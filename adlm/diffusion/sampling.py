@@ -330,7 +330,7 @@ def find_changes(
 
 def find_reveals(may_reveal: Flags, hidden: Flags) -> Iterator[tuple[int, Positions, Positions]]:
     """Yield each of K steps (K, F) that reveals something, where all is hidden and nothing is hidden again."""
-    revealed = may_reveal.any(0).nonzero()[0]
+    revealed = np.flatnonzero(np.any(may_reveal, axis=0))
     if not len(revealed):
         return
     hidden[revealed] = False
