@@ -346,7 +346,7 @@ class Slot:
 
     def __init__(self, row: Row, mask_id: int | None) -> None:
         self.row = row
-        self.tokens = row.tokens.to(torch.int64).contiguous()
+        self.tokens = row.tokens.to("cpu", torch.int64).contiguous()
         length = len(self.tokens)
         if mask_id is None:
             if row.is_fixed is None:
@@ -359,7 +359,7 @@ class Slot:
                     "position 0 of every row must be fixed for a causal model: a BOS token, for example"
                 )
         else:
-            is_hidden = self.tokens.cpu() == mask_id
+            is_hidden = self.tokens == mask_id
         is_fixed = ~is_hidden if row.is_fixed is None else row.is_fixed.cpu()
         if bool((is_hidden & is_fixed).any()):
             position = int((is_hidden & is_fixed).nonzero()[0])

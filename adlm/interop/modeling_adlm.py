@@ -175,7 +175,8 @@ class AdlmPreTrainedModel(PreTrainedModel):
         banned[1:, config.special_token_ids] = True
         banned[2, [] if eos is None else [eos]] = False
         # In memory of its own: sums round by the alignment of their addresses, and so would tokens.
-        evaluator = build_evaluator(copy.deepcopy(self.model).eval(), self.device, self.dtype)
+        model = copy.deepcopy(self.model).eval()
+        evaluator = build_evaluator(model, self.device, self.dtype, uses_graphs=False)
         params = SamplingParams.from_settings(settings)
         texts = [
             Row(

@@ -55,7 +55,8 @@ class CudaGraph:
                 function(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        # Other threads, such as one that prepares the next batch of a training, go on meanwhile.
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.output = function(*self.inputs)
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -70,10 +71,10 @@ class ModelEvaluator:
     """A masked model as the sampling loop sees it.
 
     By default it is in bfloat16 on a GPU. There, calls have few shapes (buckets of rows and lengths), each of which is
-    captured as a CUDA graph; with `is_compiled` the model is compiled before, which takes a while and pays when many
-    texts are sampled. With `fixed_batch` every call has exactly that many rows (more are split, fewer padded) and the
-    head always as many positions, so that even on a GPU, whose kernels round differently at different sizes, a row's
-    text does not depend on its batch.
+    captured as a CUDA graph (`uses_graphs`); with `is_compiled` the model is compiled before, which takes a while and
+    pays when many texts are sampled. With `fixed_batch` every call has exactly that many rows, of one bucket of lengths
+    (more are split, fewer padded), and the head always as many positions, so that even on a GPU, whose kernels round
+    differently at different sizes, a row's text does not depend on its batch.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ModelEvaluator:
         *,
         fixed_batch: int | None = None,
         is_compiled: bool = False,
+        uses_graphs: bool = True,
     ) -> None:
         self.device = torch.device(device)
         is_cuda = self.device.type == "cuda"
@@ -101,16 +103,15 @@ class ModelEvaluator:
             self.max_logit_rows = HEAD_ROWS
         self.logits = build_head(self.model.head, config.mask_id, is_cuda=is_cuda)
         self.run = self._run_model
-        self.has_graphs = is_cuda
-        if is_cuda:
-            self.graphs: dict[tuple[int, ...], CudaGraph] = {}
-            self.pool = torch.cuda.graph_pool_handle()
-            if is_compiled:
-                # Makes tables such as rotary angles before compiling, which would compute them in every layer.
-                self._run_model(
-                    torch.zeros(1, 1, dtype=torch.int64, device=self.device), None, None
-                )
-                self.run = torch.compile(self._run_model)
+        self.uses_graphs = is_cuda and uses_graphs
+        self.graphs: dict[tuple[int, ...], CudaGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
+        if is_cuda and is_compiled:
+            # Makes tables such as rotary angles before compiling, which would compute them in every layer.
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            level = torch.zeros(1, device=self.device) if self.reads_time else None
+            self._run_model(token, level, None)
+            self.run = torch.compile(self._run_model)
 
     def open(self) -> Self:
         """Return this evaluator: it remembers nothing."""
@@ -125,32 +126,59 @@ class ModelEvaluator:
         next_position: Positions | None = None,
     ) -> Tensor:
         """Return features (n, L or more, dim) of n rows; on a GPU they hold until the next call."""
-        count, length = tokens.shape
-        if self.fixed_batch is not None and count > self.fixed_batch:
-            starts = range(0, count, self.fixed_batch)
-            parts = [slice(start, start + self.fixed_batch) for start in starts]
-            return torch.cat(
-                [
-                    self.features(
-                        tokens[part], noise_level[part], None if valid is None else valid[part]
-                    ).clone()
-                    for part in parts
-                ]
-            )
         level = self._send(noise_level) if self.reads_time else None
+        if self.fixed_batch is not None:
+            return self._run_fixed(tokens, level, valid, self.fixed_batch)
+        count, length = tokens.shape
         valid = None if valid is None else self._send(valid)
-        size = self.fixed_batch or (round_rows(count) if self.has_graphs else count)
-        width = round_length(length, self.max_length) if self.has_graphs else length
+        if not self.uses_graphs:
+            return self.run(tokens, level, valid)
+        size, width = round_rows(count), round_length(length, self.max_length)
+        if width > length and valid is None:
+            valid = torch.ones_like(tokens, dtype=torch.bool)
+        return self._run_padded(tokens, level, valid, size, width)
+
+    def _run_fixed(
+        self, tokens: Tensor, level: Tensor | None, valid: Tensor | None, size: int
+    ) -> Tensor:
+        """Run the model on exactly `size` rows at a time, whose width depends on the length of each alone."""
+        count, length = tokens.shape
+        lengths = [length] * count if valid is None else valid.sum(1).tolist()
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for row, own in enumerate(lengths):
+            width = round_length(own, self.max_length)
+            groups.setdefault((width, own == width), []).append(row)
+        whole = max(length, *(width for width, _ in groups))
+        features = None
+        for (width, is_full), rows in groups.items():
+            for start in range(0, len(rows), size):
+                part = self._send(torch.tensor(rows[start : start + size]))
+                is_text = None
+                if not is_full:
+                    ends = torch.tensor([lengths[row] for row in rows[start : start + size]])
+                    is_text = self._send(torch.arange(width) < ends[:, None])
+                own_level = None if level is None else level[part]
+                made = self._run_padded(tokens[part, :width], own_level, is_text, size, width)
+                if features is None:
+                    features = made.new_zeros(count, whole, made.shape[-1])
+                features[part, :width] = made
+        assert features is not None
+        return features
+
+    def _run_padded(
+        self, tokens: Tensor, level: Tensor | None, valid: Tensor | None, size: int, width: int
+    ) -> Tensor:
+        """Run the model on rows that are padded to `size` rows of `width` tokens, on a GPU as a graph."""
+        count, length = tokens.shape
         if width > length:
-            if valid is None:
-                valid = torch.ones_like(tokens, dtype=torch.bool)
             tokens = F.pad(tokens, (0, width - length))
-            valid = F.pad(valid, (0, width - length))
+        if valid is not None and width > valid.shape[1]:
+            valid = F.pad(valid, (0, width - valid.shape[1]))
         if size > count:
             tokens = repeat_last(tokens, size)
             level = None if level is None else repeat_last(level, size)
             valid = None if valid is None else repeat_last(valid, size)
-        if not self.has_graphs:
+        if not self.uses_graphs:
             return self.run(tokens, level, valid)[:count]
         shape = (size, width, int(valid is not None))
         if shape not in self.graphs:
@@ -281,7 +309,7 @@ class CausalEvaluator(ModelEvaluator):
         for start in range(0, count, self.fixed_batch or count):
             part = slice(start, start + (self.fixed_batch or count))
             own = None
-            if start:
+            if self.fixed_batch:
                 own = torch.arange(start, part.stop, device=self.device)
             features.append(self._run_window(x[part], own, place[part], length)[:, -1])
         return torch.cat(features)[self._send(torch.from_numpy(slots))]
@@ -326,10 +354,18 @@ def build_evaluator(
     *,
     fixed_batch: int | None = None,
     is_compiled: bool = False,
+    uses_graphs: bool = True,
 ) -> ModelEvaluator:
     """Prepare a model for sampling: make it once, use it for many calls."""
     kind = CausalEvaluator if model.config.is_causal else ModelEvaluator
-    return kind(model, device, dtype, fixed_batch=fixed_batch, is_compiled=is_compiled)
+    return kind(
+        model,
+        device,
+        dtype,
+        fixed_batch=fixed_batch,
+        is_compiled=is_compiled,
+        uses_graphs=uses_graphs,
+    )
 
 
 def repeat_last(x: Tensor, size: int) -> Tensor:

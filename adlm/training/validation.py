@@ -127,6 +127,6 @@ def sample_texts(
         Row(tokens, sampler, is_fixed, seed=seed, number=number, sampling=params)
         for number in range(settings.rows)
     ]
-    filled = fill_rows(build_evaluator(model, device), rows)
+    filled = fill_rows(build_evaluator(model, device, uses_graphs=False), rows)
     texts = [tokenizer.decode(row.tolist(), skip_special=True) for row in filled]
     return SEPARATOR.join(texts)

@@ -138,6 +138,30 @@ def test_rows_with_all_samplers_share_a_batch(evaluator):
     assert all(alone[row] == outcome for row, outcome in together.items())
 
 
+def test_calls_of_a_fixed_batch_have_one_shape():
+    """Whatever rows are in the batch: as many rows, each padded as its own length needs."""
+    model, shapes = small_model(positions="learned", length=130), set()
+    evaluator = build_evaluator(model, fixed_batch=3)
+    evaluator.model.register_forward_pre_hook(
+        lambda _, args, options: shapes.add((*args[0].shape, options["valid"] is None)),
+        with_kwargs=True,
+    )
+    rows = [
+        Row(torch.full((length,), MASK), plans.ancestral(4), seed=2, number=number)
+        for number, length in enumerate((9, 64, 70, 128, 130, 12, 64))
+    ]
+    together = run(evaluator, rows)
+    assert shapes == {
+        (3, 64, False),
+        (3, 64, True),
+        (3, 128, False),
+        (3, 128, True),
+        (3, 130, True),
+    }
+    assert all(run(evaluator, [row])[row] == outcome for row, outcome in together.items())
+    assert len(shapes) == 5
+
+
 def test_steps_that_change_nothing_have_frames_where_they_are_wanted():
     """The same texts, NFE and changes, at the same steps."""
     for build in SAMPLERS.values():

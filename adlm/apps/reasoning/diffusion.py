@@ -165,7 +165,7 @@ def fill_holes(
     """Fill the holes of questions; a row's result does not depend on the other rows."""
     device, mask_id = model.embed.weight.device, model.config.mask_id
     assert mask_id is not None
-    evaluator = build_evaluator(model, device, torch.float32)
+    evaluator = build_evaluator(model, device, torch.float32, uses_graphs=False)
     task, sampling = objective.task, objective.sampling
     rows = [task.lay_out(question) for question in questions]
     steps = (
