@@ -1,0 +1,134 @@
+"""What the probes of the freeze script read: text, prepared data, finished runs, and models whose texts differ.
+
+The first of the two trees makes it, and both read it: so old run folders, models and exports are read by the new tree.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+LENGTH = 48
+WORDS = """
+the a of and to in was he that it his her with as had for she not at but on be which him they said all one were have
+night house sea captain letter door morning road window hand eyes voice old little long dark great cold white away
+down over again never always without before through until while came went looked stood took gave knew thought began
+""".split()
+TINY: dict[str, Any] = {
+    "steps": 3,
+    "batch": 8,
+    "ema": 0.9,
+    "device": "cpu",
+    "model": {
+        "preset": "nano",
+        "dim": 32,
+        "heads": 2,
+        "denoiser_layers": 1,
+        "dropout": 0.0,
+    },
+    "optimizer": {"lr": 3e-3, "warmup": 2},
+    "valid": {"every": 3, "rows": 16},
+    "checkpoint": {"every": 3},
+    "log": {"every": 1, "show": False},
+}
+TWO_STAGES = ("adlm", "a2r")
+RUNS = {  # finished runs, which both trees resume
+    "adlm": ["method=adlm"],
+    "adlm-muon": ["method=adlm", "optimizer.name=muon"],
+    "mdlm": ["method=mdlm"],
+    "sedd": ["method=sedd"],
+    "ar": ["method=ar"],
+    "a2r": ["method=a2r"],
+    "timed": ["method=mdlm", "model.time_conditioning=true"],
+    "documents": ["method=adlm", "data.path=documents"],
+    "ar-documents": ["method=ar", "data.path=documents"],
+}
+MASKED = ("adlm", "timed", "documents")
+CAUSAL = ("ar", "a2r", "ar-documents")
+
+
+def write_text(path: Path, sentences: int, seed: int) -> None:
+    """Write random sentences, one in a line."""
+    rng = random.Random(seed)
+    lines = []
+    for _ in range(sentences):
+        words = rng.choices(WORDS, k=rng.randint(3, 14))
+        lines.append(" ".join(words).capitalize() + ".")
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def list_changes(method: str) -> list[str]:
+    """Return the changes to the tiny recipe that a method needs."""
+    return ["model.anchor_layers=1"] if method in TWO_STAGES else []
+
+
+def train_tiny(folder: Path, *changes: str) -> Path:
+    """Train a tiny run, by default on the wrapped rows; return its folder."""
+    import adlm
+
+    method = next(
+        change.removeprefix("method=") for change in changes if change.startswith("method=")
+    )
+    adlm.train(
+        "tiny.yaml", "data.path=wrapped", *list_changes(method), *changes, f"folder={folder}"
+    )
+    return folder
+
+
+def sharpen(folder: Path, seed: int) -> None:
+    """Replace a model's weights by random ones that make its predictions differ by context."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    rng = torch.Generator().manual_seed(seed)
+    for name in sorted(weights):
+        old = weights[name]
+        noise = torch.randn(old.shape, generator=rng)
+        if name.endswith("head.weight"):
+            weights[name] = noise * 1.5 / old.shape[1] ** 0.5
+        elif name.startswith("embed") or "qkv" in name or "out" in name:
+            weights[name] = noise * 0.6
+        else:
+            weights[name] = old + noise * 0.12
+    save_file(weights, path)
+    (folder / "checksums.json").unlink(missing_ok=True)
+
+
+def make_fixtures() -> None:
+    """Write everything into the current folder."""
+    import adlm
+
+    write_text(Path("text.txt"), 800, seed=0)
+    write_text(Path("other.txt"), 100, seed=1)
+    shared: dict[str, Any] = {"length": LENGTH, "valid_share": 0.1, "workers": 1}
+    adlm.prepare("text.txt", "wrapped", train_tokenizer=400, **shared)
+    lines: dict[str, Any] = {"rows": "documents", "documents": "line", **shared}
+    adlm.prepare("text.txt", "documents", tokenizer="wrapped/tokenizer.json", **lines)
+    Path("tiny.yaml").write_text(json.dumps(TINY), "utf-8")
+    for number, (name, changes) in enumerate(RUNS.items()):
+        train_tiny(Path("runs", name), *changes)
+        if name in (*MASKED, *CAUSAL):
+            sharpen(adlm.load(Path("runs", name), device="cpu").save(Path("models", name)), number)
+    for name in ("adlm", "ar"):
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "adlm",
+            "export",
+            f"models/{name}",
+            "--out",
+            f"exports/{name}",
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    make_fixtures()
