@@ -1,4 +1,7 @@
-"""What the names of a tree are: the only place of the freeze script that knows two versions of the package."""
+"""The names of two versions of the package, for scripts that compare them.
+
+Nothing else in such a script knows that there are two.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class RowTrace:
 
 
 def has_settings_class() -> bool:
-    """Return whether the settings of sampling are one class, in which a sampler's own are `options`."""
+    """Return whether a sampler's own settings are given as `options`."""
     if find_spec("adlm.settings") is None:
         return False
     from adlm.settings import SamplingSettings

@@ -1,6 +1,7 @@
-"""What the probes of the freeze script read: text, prepared data, finished runs, and models whose texts differ.
+"""What the probes read: text, prepared data, finished runs, models whose predictions differ.
 
-The first of the two trees makes it, and both read it: so old run folders, models and exports are read by the new tree.
+The first of the two trees makes it, and both read it: so the new one reads old run folders, models
+and exports.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.versions import has_settings_class
+
 LENGTH = 48
-WORDS = """
-the a of and to in was he that it his her with as had for she not at but on be which him they said all one were have
-night house sea captain letter door morning road window hand eyes voice old little long dark great cold white away
-down over again never always without before through until while came went looked stood took gave knew thought began
-""".split()
+WORDS = Path(__file__).with_name("words.txt").read_text("utf-8").split()
 TINY: dict[str, Any] = {
     "steps": 3,
     "batch": 8,
@@ -52,6 +51,7 @@ RUNS = {  # finished runs, which both trees resume
 }
 MASKED = ("adlm", "timed", "documents")
 CAUSAL = ("ar", "a2r", "ar-documents")
+TAKES_OPTIONS = Path("exports", "takes-options")  # is there if the code in exports does
 
 
 def write_text(path: Path, sentences: int, seed: int) -> None:
@@ -100,6 +100,11 @@ def sharpen(folder: Path, seed: int) -> None:
     (folder / "checksums.json").unlink(missing_ok=True)
 
 
+def takes_options() -> bool:
+    """Return whether the code in the exports takes a sampler's own options as `options`."""
+    return TAKES_OPTIONS.exists()
+
+
 def make_fixtures() -> None:
     """Write everything into the current folder."""
     import adlm
@@ -115,6 +120,9 @@ def make_fixtures() -> None:
         train_tiny(Path("runs", name), *changes)
         if name in (*MASKED, *CAUSAL):
             sharpen(adlm.load(Path("runs", name), device="cpu").save(Path("models", name)), number)
+    if has_settings_class():
+        Path("exports").mkdir()
+        TAKES_OPTIONS.touch()
     for name in ("adlm", "ar"):
         command = [
             sys.executable,

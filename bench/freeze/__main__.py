@@ -1,0 +1,200 @@
+"""Compare what two commits compute, on one machine: bits are not portable between machines.
+
+    python -m bench.freeze 3da4d78 HEAD                  # all probes
+    python -m bench.freeze 3da4d78 . --only frames ppl   # the files here, uncommitted ones too
+
+Both trees run the same probes, as they are here, side by side and each in a process of its own.
+The exit code is 1 if a probe fails, or if something differs that `ALLOWED` does not list, in
+bench/freeze/compare.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.freeze.compare import Comparison, compare_probe
+from bench.freeze.probes import PROBES
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("adlm", "recipes", "pyproject.toml")  # of a tree that are compared
+MAX_SECONDS = 600  # of a probe
+MAX_LOG_LINES = 25  # of a failed probe that are printed
+LIBRARIES = {"transformers": "transformers", "diffusers": "diffusers", "server": "uvicorn"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process has ended."""
+
+    problem: str  # empty: well
+    seconds: float
+
+
+def copy_tree(name: str, folder: Path) -> None:
+    """Write the package of a commit, or of a folder that has one, and the benchmarks from here."""
+    folder.mkdir(parents=True)
+    if (Path(name) / "adlm").is_dir():
+        for part in PARTS:
+            source = Path(name, part)
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, folder / part, ignore=ignored)
+            else:
+                shutil.copy2(source, folder / part)
+    else:
+        command = ["git", "-C", str(ROOT), "archive", name, *PARTS]
+        packed = subprocess.run(command, check=True, capture_output=True).stdout
+        with tarfile.open(fileobj=BytesIO(packed)) as archive:
+            archive.extractall(folder, filter="data")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "bench", folder / "bench", ignore=ignored)
+
+
+def run_module(words: Sequence[str], tree: Path, cwd: Path, out: Path) -> Outcome:
+    """Run a module in a process that imports the package from a tree."""
+    own = {
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(out / "huggingface"),  # each tree's remote code has its own cache
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "log.txt"
+    began = time.perf_counter()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", *words],
+            cwd=cwd,
+            env=os.environ | own,
+            stdout=file,
+            stderr=file,
+        )
+        try:
+            code = process.wait(MAX_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return Outcome(f"still running after {MAX_SECONDS} s", time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    if code == 0:
+        return Outcome("", seconds)
+    lines = log.read_text("utf-8", "replace").splitlines()[-MAX_LOG_LINES:]
+    return Outcome("\n".join([f"exit code {code}", *lines]), seconds)
+
+
+def run_probe(name: str, tree: Path, fixtures: Path, out: Path, *, is_quick: bool) -> Outcome:
+    """Run a probe in a tree, in a copy of the fixtures of its own."""
+    cwd = out / "fixtures"
+    shutil.copytree(fixtures, cwd, symlinks=True)
+    words = ["bench.freeze.probes", name, str(out), "--tree", str(tree)]
+    outcome = run_module(words + ["--quick"] * is_quick, tree, cwd, out)
+    shutil.rmtree(cwd)
+    return outcome
+
+
+def compare_trees(
+    old: str, new: str, names: Sequence[str], folder: Path, *, is_quick: bool
+) -> list[Comparison]:
+    """Run probes in both trees and compare each as soon as both have run it."""
+    trees = {"old": folder / "trees" / "old", "new": folder / "trees" / "new"}
+    copy_tree(old, trees["old"])
+    copy_tree(new, trees["new"])
+    fixtures = folder / "fixtures"
+    fixtures.mkdir()
+    made = run_module(["bench.freeze.fixtures"], trees["old"], fixtures, folder / "made")
+    if made.problem:
+        raise RuntimeError(f"{old} cannot make the fixtures: {made.problem}")
+    comparisons = []
+    with ThreadPoolExecutor(1) as old_side, ThreadPoolExecutor(1) as new_side:
+        sides = {"old": old_side, "new": new_side}
+        running: dict[tuple[str, str], Future[Outcome]] = {}
+        for name in names:
+            for side, pool in sides.items():
+                given = (name, trees[side], fixtures, folder / side / name)
+                running[side, name] = pool.submit(run_probe, *given, is_quick=is_quick)
+        for name in names:
+            outcomes = {side: running[side, name].result() for side in sides}
+            problems = [
+                f"{side}: {each.problem}" for side, each in outcomes.items() if each.problem
+            ]
+            if problems:
+                comparison = Comparison(name, 0, {}, {}, "\n".join(problems))
+            else:
+                comparison = compare_probe(name, folder / "old" / name, folder / "new" / name)
+            comparison.seconds = max(each.seconds for each in outcomes.values())
+            comparisons.append(comparison)
+            verdict = "fine" if comparison.is_fine else "DIFFERS"
+            print(f"{name}: {comparison.cases} cases, {verdict}", file=sys.stderr, flush=True)
+    return comparisons
+
+
+def print_comparisons(comparisons: Sequence[Comparison], title: str, shown: int) -> None:
+    """Print one table, then what has failed, and of each probe the first cases that differ."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("probe")
+    for column in ("cases", "equal", "differing", "allowed", "largest difference", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("first case that differs", overflow="fold")
+    for each in comparisons:
+        equal = each.cases - len(each.differing)
+        counts = [each.cases, equal, len(each.differing), len(each.allowed)]
+        cells = [*map(str, counts), each.largest, f"{each.seconds:.0f}", escape(each.first)]
+        table.add_row(each.probe, *cells)
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width).print(table)
+    for each in comparisons:
+        if each.problem:
+            print(f"\n{each.probe} failed: {each.problem}")
+        for case, difference in list(each.wrong.items())[:shown]:
+            print(f"{each.probe}: {case}: {difference}")
+
+
+def main() -> int:
+    """Compare, print and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", help="a commit, or a folder with the package")
+    parser.add_argument("new", help="another one; . is the files here")
+    parser.add_argument("--only", nargs="+", choices=PROBES, default=list(PROBES), metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="fewer cases of the largest probes")
+    parser.add_argument("--show", type=int, default=0, help="differing cases of a probe to print")
+    parser.add_argument("--keep", type=Path, help="empty folder for all results [default: none]")
+    args = parser.parse_args()
+    missing = [name for name in args.only if name in LIBRARIES and not find_spec(LIBRARIES[name])]
+    if missing:
+        parser.error(f"{', '.join(missing)} need the extras hf and serve: install them, or --only")
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="adlm-freeze-") as temporary:
+        folder = (args.keep or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        given = (args.old, args.new, args.only, folder)
+        comparisons = compare_trees(*given, is_quick=args.quick)
+    print_comparisons(comparisons, f"{args.old} and {args.new}", args.show)
+    wrong = [each.probe for each in comparisons if not each.is_fine]
+    verdict = f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong"
+    print(f"{time.perf_counter() - began:.0f} s, {verdict}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

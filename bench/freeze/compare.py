@@ -1,0 +1,177 @@
+"""What differs between what two trees have made of a probe."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Cases that may differ."""
+
+    probe: str
+    case: str  # a pattern, such as "adlm, *"
+    reason: str
+    limit: float = math.inf  # the largest difference that is allowed; inf: texts may differ too
+
+
+ALLOWED: tuple[Allowed, ...] = ()
+
+
+@dataclass
+class Difference:
+    """Where two values differ, and by how much: inf where they are no numbers."""
+
+    place: str
+    size: float
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.place or 'value'}: {shorten(self.old)} became {shorten(self.new)}"
+
+
+@dataclass
+class Comparison:
+    """What the two trees have made of a probe."""
+
+    probe: str
+    cases: int
+    differing: dict[str, Difference]  # by case
+    allowed: dict[str, str]  # reasons by case, of those that differ
+    problem: str = ""
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> dict[str, Difference]:
+        """The cases that differ and are not allowed to."""
+        return {case: each for case, each in self.differing.items() if case not in self.allowed}
+
+    @property
+    def is_fine(self) -> bool:
+        return not self.problem and not self.wrong
+
+    @property
+    def largest(self) -> str:
+        """The largest difference, for the table."""
+        sizes = [each.size for each in self.differing.values()]
+        numbers = [size for size in sizes if math.isfinite(size)]
+        shown = f"{max(numbers, default=0.0):.3g}"
+        return shown if len(numbers) == len(sizes) else f"{shown}, and texts"
+
+    @property
+    def first(self) -> str:
+        """The first case that is not allowed to differ, else the first that is."""
+        if self.problem:
+            return self.problem.splitlines()[0]
+        for case, difference in self.wrong.items():
+            return f"{case}: {difference}"
+        for case, reason in self.allowed.items():
+            return f"{case} ({reason})"
+        return ""
+
+
+def shorten(value: Any) -> str:
+    """Return a value for the table."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def find_difference(old: Any, new: Any, place: str = "") -> Difference | None:
+    """Return the largest difference of two values of JSON, or None."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        if old.keys() != new.keys():
+            gone = {key: old[key] for key in old.keys() - new.keys()}
+            added = {key: new[key] for key in new.keys() - old.keys()}
+            return Difference(f"{place} keys".lstrip(), math.inf, gone, added)
+        parts = (find_difference(old[key], new[key], f"{place}.{key}".lstrip(".")) for key in old)
+        return pick_largest(parts)
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return pick_largest(find_difference(a, b, f"{place}[{i}]") for i, (a, b) in pairs)
+    if is_number(old) and is_number(new):
+        return None if old == new else Difference(place, float(abs(old - new)), old, new)
+    if old == new and type(old) is type(new):
+        return None
+    return Difference(place, math.inf, old, new)
+
+
+def pick_largest(differences: Iterable[Difference | None]) -> Difference | None:
+    """Return the largest difference, of equal ones the first."""
+    present = [each for each in differences if each is not None]
+    return max(present, key=lambda each: each.size, default=None)
+
+
+def compare_arrays(old: np.ndarray, new: np.ndarray) -> Difference | None:
+    """Return the difference of two arrays, which are equal if all bits are."""
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        before = f"{old.dtype}{list(old.shape)}"
+        after = f"{new.dtype}{list(new.shape)}"
+        return Difference("shape", math.inf, before, after)
+    if old.tobytes() == new.tobytes():
+        return None
+    apart = np.abs(old.astype(np.float64) - new.astype(np.float64))
+    apart = np.nan_to_num(apart, nan=np.inf)
+    place = np.unravel_index(int(apart.argmax()), apart.shape)
+    position = [int(i) for i in place]
+    return Difference(f"at {position}", float(apart[place]), old[place].item(), new[place].item())
+
+
+def compare_case(old: Any, new: Any) -> Difference | None:
+    """Return the difference of two values, arrays or JSON."""
+    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        return compare_arrays(old, new)
+    if isinstance(old, np.ndarray) or isinstance(new, np.ndarray):
+        return Difference("kind", math.inf, type(old).__name__, type(new).__name__)
+    return find_difference(old, new)
+
+
+def read_cases(folder: Path) -> dict[str, Any]:
+    """Read what a probe has written."""
+    values: dict[str, Any] = json.loads((folder / "cases.json").read_text("utf-8"))
+    with np.load(folder / "arrays.npz", allow_pickle=False) as arrays:
+        for name, value in values.items():
+            if isinstance(value, dict) and value.keys() == {"array"}:
+                values[name] = arrays[value["array"]]
+    return values
+
+
+def find_reason(probe: str, case: str, difference: Difference) -> str | None:
+    """Return why a case may differ as much as this, or None."""
+    for each in ALLOWED:
+        is_listed = each.probe == probe and fnmatchcase(case, each.case)
+        if is_listed and difference.size <= each.limit:
+            return each.reason
+    return None
+
+
+def compare_probe(name: str, old: Path, new: Path) -> Comparison:
+    """Compare what two trees have made of a probe; a case that one of them lacks differs."""
+    before = read_cases(old)
+    after = read_cases(new)
+    differing: dict[str, Difference] = {}
+    allowed: dict[str, str] = {}
+    for case in before | after:
+        if case in before and case in after:
+            difference = compare_case(before[case], after[case])
+        else:
+            difference = Difference("is there", math.inf, case in before, case in after)
+        if difference is None:
+            continue
+        differing[case] = difference
+        reason = find_reason(name, case, difference)
+        if reason is not None:
+            allowed[case] = reason
+    return Comparison(name, len(before | after), differing, allowed)
