@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+STEP_ENDS = "step_optimizers"  # the function that ends a training step
 HIDDEN = -1  # stands for the mask in the changes of a row
 
 

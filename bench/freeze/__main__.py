@@ -11,18 +11,15 @@ bench/freeze/compare.py.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 
 from rich.console import Console
@@ -31,9 +28,8 @@ from rich.table import Table
 
 from bench.freeze.compare import Comparison, compare_probe
 from bench.freeze.probes import PROBES
+from bench.trees import build_environment, copy_tree
 
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("adlm", "recipes", "pyproject.toml")  # of a tree that are compared
 MAX_SECONDS = 600  # of a probe
 MAX_LOG_LINES = 25  # of a failed probe that are printed
 LIBRARIES = {"transformers": "transformers", "diffusers": "diffusers", "server": "uvicorn"}
@@ -47,32 +43,9 @@ class Outcome:
     seconds: float
 
 
-def copy_tree(name: str, folder: Path) -> None:
-    """Write the package of a commit, or of a folder that has one, and the benchmarks from here."""
-    folder.mkdir(parents=True)
-    if (Path(name) / "adlm").is_dir():
-        for part in PARTS:
-            source = Path(name, part)
-            if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, folder / part, ignore=ignored)
-            else:
-                shutil.copy2(source, folder / part)
-    else:
-        command = ["git", "-C", str(ROOT), "archive", name, *PARTS]
-        packed = subprocess.run(command, check=True, capture_output=True).stdout
-        with tarfile.open(fileobj=BytesIO(packed)) as archive:
-            archive.extractall(folder, filter="data")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "bench", folder / "bench", ignore=ignored)
-
-
 def run_module(words: Sequence[str], tree: Path, cwd: Path, out: Path) -> Outcome:
     """Run a module in a process that imports the package from a tree."""
-    own = {
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
+    environment = build_environment(tree) | {
         "HF_HOME": str(out / "huggingface"),  # each tree's remote code has its own cache
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "200",
@@ -84,7 +57,7 @@ def run_module(words: Sequence[str], tree: Path, cwd: Path, out: Path) -> Outcom
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", *words],
             cwd=cwd,
-            env=os.environ | own,
+            env=environment,
             stdout=file,
             stderr=file,
         )

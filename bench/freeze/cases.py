@@ -39,6 +39,11 @@ OPEN_TEMPLATES = [  # whose holes have lengths to be chosen
     "The captain ___ the door.",
     "She ___{2,6} to the sea and ___{1,4}.",
     "___ was cold",
+    "He ___ the night ___ away",
+    "It was ___{1,12} and she",
+    "the ___{1,9} in her ___{1,9} and the ___{1,9} door",
+    "all ___{3,20}",
+    "Again ___{2,11} stood.",
 ]
 TEXTS = [
     "The old house stood at the sea.",

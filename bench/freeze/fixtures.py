@@ -6,6 +6,7 @@ and exports.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
@@ -105,8 +106,8 @@ def takes_options() -> bool:
     return TAKES_OPTIONS.exists()
 
 
-def make_fixtures() -> None:
-    """Write everything into the current folder."""
+def make_fixtures(only: str | None) -> None:
+    """Write everything into the current folder; of the models, only one if it is named."""
     import adlm
 
     write_text(Path("text.txt"), 800, seed=0)
@@ -117,26 +118,29 @@ def make_fixtures() -> None:
     adlm.prepare("text.txt", "documents", tokenizer="wrapped/tokenizer.json", **lines)
     Path("tiny.yaml").write_text(json.dumps(TINY), "utf-8")
     for number, (name, changes) in enumerate(RUNS.items()):
+        if only not in (None, name):
+            continue
         train_tiny(Path("runs", name), *changes)
         if name in (*MASKED, *CAUSAL):
             sharpen(adlm.load(Path("runs", name), device="cpu").save(Path("models", name)), number)
+    if only is None:
+        export_models()
+
+
+def export_models() -> None:
+    """Export models with the command of the first tree."""
     if has_settings_class():
         Path("exports").mkdir()
         TAKES_OPTIONS.touch()
     for name in ("adlm", "ar"):
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "adlm",
-            "export",
-            f"models/{name}",
-            "--out",
-            f"exports/{name}",
-        ]
+        words = ["export", f"models/{name}", "--out", f"exports/{name}"]
+        command = [sys.executable, "-P", "-m", "adlm", *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=RUNS, help="the only model")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    make_fixtures()
+    make_fixtures(args.only)

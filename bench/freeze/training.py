@@ -35,6 +35,8 @@ TRAINED = {
         "objective.max_count=null",
         "objective.max_fraction=0.01",
     ],
+    "mdlm cosine decay": ["method=mdlm", "optimizer.decay=cosine", "optimizer.warmup=1"],
+    "mdlm wsd": ["method=mdlm", "optimizer.decay=wsd", "optimizer.decay_share=0.5"],
     "mdlm stream": [
         "method=mdlm",
         "data.stream=other.txt",
