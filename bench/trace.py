@@ -245,10 +245,9 @@ def trace_ways(of: str, names: list[str]) -> dict[str, list[Function]]:
         for name in names:
             out = Path(temporary, f"{name}.json")
             command = [*start, "bench.trace", name, "--out", str(out)]
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-            done = subprocess.run(command, **quiet, **shared)
+            done = subprocess.run(command, capture_output=True, text=True, **shared)
             if done.returncode != 0:
-                raise RuntimeError(f"{name} failed: {done.stderr.decode('utf-8', 'replace')}")
+                raise RuntimeError(f"{name} failed: {done.stderr}")
             rows = json.loads(out.read_text("utf-8"))
             found[name] = [Function(*row) for row in rows]
     return found
