@@ -5,9 +5,9 @@ Nothing else in such a script knows that there are two.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -41,12 +41,11 @@ class RowTrace:
 
 
 def has_settings_class() -> bool:
-    """Return whether a sampler's own settings are given as `options`."""
-    if find_spec("adlm.settings") is None:
-        return False
-    from adlm.settings import SamplingSettings
+    """Return whether settings are one object, in which a sampler's own are `options`."""
+    from adlm import LM
 
-    return "options" in SamplingSettings.model_fields
+    settings = inspect.signature(LM.generate).parameters.get("settings")
+    return settings is not None and settings.kind is not inspect.Parameter.VAR_KEYWORD
 
 
 def name_options(settings: dict[str, Any]) -> dict[str, Any]:
