@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
+
 from bench.host_loops import CASES, MAX_LENGTH, Case, Timing
 from bench.setting import describe_machine, print_report
 from bench.trees import build_environment, copy_tree
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, choices=(1, 64), help="only cases of so many rows")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as in the processes that are timed
     cases = [case for case in CASES if args.only in case.name and args.rows in (None, case.rows)]
     records = []
     with tempfile.TemporaryDirectory(prefix="adlm-host-time-") as temporary, ExitStack() as stack:

@@ -1,0 +1,111 @@
+"""The scripts that compare two commits: they notice what differs, and allow only what is listed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.freeze import compare
+from bench.freeze.compare import Allowed, compare_probe
+from bench.freeze.probes import write_cases
+from bench.trace import Function, count
+from bench.trees import build_environment, copy_tree
+from tests.training.runs import ROOT
+
+CASES = {"tokens": [1, [2, 3]], "texts": {"a": "b", "n": 1}, "weights": np.array([1.0, np.nan])}
+
+
+def compare_with(folder: Path, **changes: object) -> compare.Comparison:
+    """Compare the cases with changed ones; None leaves one out."""
+    changed = {name: value for name, value in (CASES | changes).items() if value is not None}
+    for name, cases in (("old", CASES), ("new", changed)):
+        (folder / name).mkdir(exist_ok=True)
+        write_cases(iter(cases.items()), folder / name)
+    return compare_probe("probe", folder / "old", folder / "new")
+
+
+def test_equal_cases_are_equal_and_any_bit_differs(tmp_path: Path) -> None:
+    same = compare_with(tmp_path)
+    assert same.is_fine and same.cases == 3 and not same.differing
+    changes: list[tuple[str, object, float]] = [
+        ("tokens", [1, [2, 5]], 2),
+        ("tokens", [1, [2]], np.inf),
+        ("texts", {"a": "c", "n": 1}, np.inf),
+        ("texts", {"a": "b", "n": True}, np.inf),
+        ("texts", {"a": "b"}, np.inf),
+        ("weights", np.array([1.0 + 1e-15, np.nan]), 1e-15),
+        ("weights", np.array([1.0, 2.0]), np.inf),
+        ("weights", np.array([1.0, np.nan], np.float32), np.inf),
+        ("weights", np.array([[1.0, np.nan]]), np.inf),
+        ("weights", None, np.inf),
+        ("another", 1, np.inf),
+    ]
+    for name, value, size in changes:
+        found = compare_with(tmp_path, **{name: value})
+        assert list(found.differing) == [name] and not found.is_fine and found.first
+        assert found.differing[name].size == pytest.approx(size, rel=0.2, abs=0)
+
+
+def test_only_what_is_listed_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = (
+        Allowed("probe", "tok*", "a reason", limit=2),
+        Allowed("probe", "texts", "another", new_keys=("more",)),
+        Allowed("other probe", "weights", "none here"),
+    )
+    monkeypatch.setattr(compare, "ALLOWED", listed)
+    assert compare_with(tmp_path, tokens=[1, [2, 4]], texts={"a": "b", "n": 1, "more": 2}).is_fine
+    assert not compare_with(tmp_path, tokens=[1, [2, 6]]).is_fine
+    assert not compare_with(tmp_path, texts={"a": "c", "n": 1, "more": 2}).is_fine
+    assert not compare_with(tmp_path, weights=np.array([2.0, 1.0])).is_fine
+
+
+@pytest.mark.slow
+def test_a_planted_change_of_a_recipe_is_noticed(tmp_path: Path) -> None:
+    for part in ("adlm", "recipes"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    recipe = tmp_path / "recipes" / "cpu-nano.yaml"
+    recipe.write_text(recipe.read_text("utf-8").replace("batch: 16", "batch: 17"), "utf-8")
+    for folder, code in ((tmp_path, 1), (ROOT, 0)):
+        command = [sys.executable, "-m", "bench.freeze", str(ROOT), str(folder)]
+        command += ["--only", "recipes"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("cpu-nano.yaml: batch: 16 became 17" in done.stdout) == bool(code)
+
+
+def test_comprehensions_and_modules_are_no_functions() -> None:
+    names = ["run", "run.<locals>.<lambda>", "run.<locals>.<listcomp>", "<module>"]
+    functions = [Function("a.py", line, name) for line, name in enumerate(names)]
+    assert count([*functions, Function("b.py", 1, "<module>")]) == (2, 2)
+
+
+@pytest.mark.slow
+def test_a_trace_names_the_functions_of_a_call() -> None:
+    command = [sys.executable, "-m", "bench.trace", "generate", "--list"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "LanguageModel.forward" in done.stdout and "Layer.forward" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_commit_compared_with_itself_takes_the_same_time() -> None:
+    command = [sys.executable, "-m", "bench.host_time", str(ROOT), str(ROOT)]
+    command += ["--only", "confidence", "--rows", "1", "--repeats", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert case["nfe"] == 16 and 0.3 < case["ratio"] < 3
+
+
+def test_a_tree_is_what_a_process_imports(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    copy_tree(str(ROOT), tree)
+    code = "import adlm, bench.trees; print(adlm.__file__, bench.trees.__file__)"
+    command = [sys.executable, "-P", "-c", code]
+    printed = subprocess.check_output(command, env=build_environment(tree), cwd=ROOT, text=True)
+    assert printed.split() == [str(tree / "adlm/__init__.py"), str(tree / "bench/trees.py")]
