@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -36,7 +36,16 @@ class Allowed:
         return difference is None or difference.size <= self.limit
 
 
+DRAWS = "from left to right, tokens are drawn with the random numbers that all samplers take"
+EVENTS = "steps in which nothing changes are passed over, so a row's last text comes with its end"
 ALLOWED = (
+    *(Allowed("causal", f"*, {draw}, *: texts", DRAWS) for draw in ("plain", "nucleus", "top_k")),
+    *(Allowed("causal", f"*, {draw}, *: frames", DRAWS) for draw in ("plain", "nucleus", "top_k")),
+    Allowed("causal", "*, defaults: texts", DRAWS),
+    Allowed("commands", "causal: texts", DRAWS),
+    Allowed("server", "causal*", DRAWS),
+    Allowed("transformers", "ar, *: tokens", DRAWS),
+    Allowed("server", "*, stream: events", EVENTS),
     Allowed(
         "ppl",
         "*: settings",
@@ -105,7 +114,8 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -137,9 +147,8 @@ def pick_largest(differences: Iterable[Difference | None]) -> Difference | None:
 def compare_arrays(old: np.ndarray, new: np.ndarray) -> Difference | None:
     """Return the difference of two arrays, which are equal if all bits are."""
     if (old.shape, old.dtype) != (new.shape, new.dtype):
-        before = f"{old.dtype}{list(old.shape)}"
-        after = f"{new.dtype}{list(new.shape)}"
-        return Difference("shape", math.inf, before, after)
+        kinds = [f"{each.dtype}{list(each.shape)}" for each in (old, new)]
+        return Difference("shape", math.inf, *kinds)
     if old.tobytes() == new.tobytes():
         return None
     before = old.astype(np.float64)

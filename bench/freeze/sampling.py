@@ -34,8 +34,12 @@ def iter_output(title: str, output: Any) -> Iterator[Case]:
 
 
 def iter_frames(title: str, model: Any, *prompt: str, **settings: Any) -> Iterator[Case]:
-    """Yield the steps of a row alone that change something, with their numbers and NFE."""
+    """Yield the steps of a row alone that change something, with their numbers and NFE.
+
+    The moves are the same without the tokens that were drawn.
+    """
     (row,) = trace_rows(model.stream(*prompt, **settings))
+    yield f"{title}: moves", [[each.step, each.nfe, sorted(each.tokens)] for each in row.changes]
     yield f"{title}: frames", row.as_json(with_steps=True)
 
 

@@ -121,16 +121,27 @@ def list_calls() -> dict[str, Call]:
     }
 
 
-def join_events(events: list[Any]) -> dict[str, str]:
-    """Return the texts of a stream, by the number of the choice."""
-    texts: dict[str, str] = {}
-    for event in events:
+def iter_stream(title: str, reply: Reply) -> Iterator[Case]:
+    """Yield the events of a stream, and what they say of each choice, however they are grouped."""
+    yield f"{title}: events", [reply.status, reply.kind, reply.content]
+    chunks: dict[str, list[str]] = {}
+    ends: dict[str, str | None] = {}
+    logprobs: dict[str, list[Any]] = {}
+    for event in reply.content:
         if event == "[DONE]":
             continue
         for choice in event["choices"]:
             name = str(choice["index"])
-            texts[name] = texts.get(name, "") + choice["text"]
-    return texts
+            if choice["text"]:
+                chunks.setdefault(name, []).append(choice["text"])
+            ends[name] = choice["finish_reason"]
+            drawn = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
+            pairs = zip(drawn["tokens"], drawn["token_logprobs"], strict=True)
+            logprobs.setdefault(name, []).extend(map(list, pairs))
+    yield f"{title}: chunks", chunks
+    yield f"{title}: ends", ends
+    yield f"{title}: log-probabilities", logprobs
+    yield f"{title}: usage", [each.get("usage") for each in reply.content if each != "[DONE]"][-1]
 
 
 def iter_answer(title: str, reply: Reply) -> Iterator[Case]:
@@ -152,8 +163,7 @@ def probe_server(out: Path, *, is_quick: bool) -> Iterator[Case]:
             yield from iter_answer(name, send(address, call.path, call.body))
             usage = {"stream": True, "stream_options": {"include_usage": True}}
             reply = send(address, call.path, {**call.body, **usage})
-            yield f"{name}, stream: events", [reply.status, reply.kind, reply.content]
-            yield f"{name}, stream: texts", join_events(reply.content)
+            yield from iter_stream(f"{name}, stream", reply)
         for name in ("loop", "blocks", "causal", "infill"):
             drafts = {"stream": True, "stream_mode": "denoise", "guesses": 2}
             reply = send(address, calls[name].path, {**calls[name].body, **drafts})
