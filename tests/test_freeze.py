@@ -53,7 +53,7 @@ def test_equal_cases_are_equal_and_any_bit_differs(tmp_path: Path) -> None:
 def test_only_what_is_listed_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = (
         Allowed("probe", "tok*", "a reason", limit=2),
-        Allowed("probe", "texts", "another", new_keys=("more",)),
+        Allowed("probe", "texts", "another", ignored=("more", "n.a")),
         Allowed("other probe", "weights", "none here"),
     )
     monkeypatch.setattr(compare, "ALLOWED", listed)

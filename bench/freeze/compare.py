@@ -23,21 +23,36 @@ class Allowed:
     case: str  # a pattern, such as "adlm, *"
     reason: str
     limit: float = math.inf  # the largest difference that is allowed; inf: texts may differ too
-    new_keys: tuple[str, ...] = ()  # keys that may be new: then nothing else may differ
+    ignored: tuple[str, ...] = ()  # keys, such as settings.seed; if given, the rest must be equal
 
     def covers(self, probe: str, case: str, old: Any, new: Any) -> bool:
         """Return whether a case may differ as it does."""
         if self.probe != probe or not fnmatchcase(case, self.case):
             return False
-        if self.new_keys and isinstance(new, dict):
-            new = {key: value for key, value in new.items() if key not in self.new_keys}
-            return compare_case(old, new) is None
+        if self.ignored:
+            return compare_case(*(leave_out(value, self.ignored) for value in (old, new))) is None
         difference = compare_case(old, new)
         return difference is None or difference.size <= self.limit
 
 
+def leave_out(value: Any, keys: Iterable[str]) -> Any:
+    """Return JSON without some keys of its dicts."""
+    for key in keys:
+        name, _, rest = key.partition(".")
+        if isinstance(value, dict) and name in value:
+            kept = {each: value[each] for each in value if each != name}
+            if rest:
+                kept[name] = leave_out(value[name], [rest])
+            value = kept
+    return value
+
+
 DRAWS = "from left to right, tokens are drawn with the random numbers that all samplers take"
 EVENTS = "steps in which nothing changes are passed over, so a row's last text comes with its end"
+GEOMETRIC = "where a schedule leaves out a part of the bound, it is evaluated log-linearly"
+MISSING_SHARE = "an estimate says how much of the bound its schedule leaves out"
+PADDING = "null is the model's own rule"
+REASONING = "the settings of runs that reason are those of an app, and only in its recipes"
 ALLOWED = (
     *(Allowed("causal", f"*, {draw}, *: texts", DRAWS) for draw in ("plain", "nucleus", "top_k")),
     *(Allowed("causal", f"*, {draw}, *: frames", DRAWS) for draw in ("plain", "nucleus", "top_k")),
@@ -46,12 +61,10 @@ ALLOWED = (
     Allowed("server", "causal*", DRAWS),
     Allowed("transformers", "ar, *: tokens", DRAWS),
     Allowed("server", "*, stream: events", EVENTS),
-    Allowed(
-        "ppl",
-        "*: settings",
-        "an estimate says how much of the bound its schedule leaves out",
-        new_keys=("missing",),
-    ),
+    Allowed("training", "adlm geometric, *: metrics of validation", GEOMETRIC),
+    Allowed("ppl", "*: settings", MISSING_SHARE, ignored=("missing",)),
+    Allowed("ppl", "*: beyond the entries", PADDING, ignored=("settings.attend_padding",)),
+    Allowed("recipes", "*", REASONING, ignored=("reasoning",)),
 )
 
 
