@@ -4,7 +4,15 @@ from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.features import FeatureModel, Features
 from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt, shift_tokens
-from adlm.diffusion.objectives import Loss, Objective, diffusion_loss, training_loss
+from adlm.diffusion.objectives import (
+    Loss,
+    MaskedDiffusion,
+    NextToken,
+    Objective,
+    ScoreEntropy,
+    diffusion_loss,
+    training_loss,
+)
 
 from adlm.diffusion.plans import (  # isort: skip
     Plan, Transition, ancestral, ddpm, dfm, forward_backward, remask_cap, remask_conf, remask_loop, remask_rescale,
@@ -22,8 +30,9 @@ from adlm.diffusion.schedules import (
 
 __all__ = [
     "AnchorRule", "Column", "Cosine", "CosineSquared", "CounterRng", "FeatureModel", "Features", "ForwardProcess",
-    "Frame", "Geometric", "Linear", "LogLinear", "Loss", "Move", "NoiseSchedule", "NoisyBatch", "Objective", "Plan",
-    "Row", "RunningBatch", "Sampler", "SamplingParams", "Transition", "View",
+    "Frame", "Geometric", "Linear", "LogLinear", "Loss", "MaskedDiffusion", "Move", "NextToken", "NoiseSchedule",
+    "NoisyBatch", "Objective", "Plan", "Row", "RunningBatch", "Sampler", "SamplingParams", "ScoreEntropy", "Transition",
+    "View",
     "ancestral", "corrupt", "ddpm", "dfm", "diffusion_loss", "forward_backward", "rare_in_sequence", "remask_cap",
     "remask_conf", "remask_loop", "remask_rescale", "sample", "shift_tokens", "training_loss",
 ]  # fmt: skip

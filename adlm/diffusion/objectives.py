@@ -124,12 +124,18 @@ class Objective:
     computed from nothing else.
     """
 
-    name: ClassVar[str]  # in recipes and in a model's config.json; `module:object` of your own
     is_causal: ClassVar[bool] = False  # every next token is predicted, and row_nats is exact
     takes_hidden_sets: ClassVar[bool] = False  # row_nats reads ScoredRows.is_hidden
     is_exact_of_one: ClassVar[bool] = False  # and of one hidden token it is the likelihood itself
     # Modules of the loss, which are trained and checkpointed with the model.
     modules: Mapping[str, nn.Module] = MappingProxyType({})
+
+    @property
+    def name(self) -> str:
+        """The name in recipes and in a model's config.json: of OBJECTIVES, or `module:object`."""
+        kind = type(self)
+        names = [name for name, known in OBJECTIVES.items() if known is kind]
+        return names[0] if names else f"{kind.__module__}:{kind.__qualname__}"
 
     @property
     def missing(self) -> float:
@@ -159,7 +165,6 @@ class MaskedDiffusion(Objective):
     """The paper's: hidden tokens are restored (NELBO), with an anchor rule under the ANELBO."""
 
     process: ForwardProcess
-    name: ClassVar[str] = "masked"
     takes_hidden_sets: ClassVar[bool] = True
     is_exact_of_one: ClassVar[bool] = True
 
@@ -230,7 +235,6 @@ class MaskedDiffusion(Objective):
 class ScoreEntropy(MaskedDiffusion):
     """SEDD's: the absorbing score entropy, which is at least the NELBO."""
 
-    name: ClassVar[str] = "score_entropy"
     is_exact_of_one: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -259,7 +263,6 @@ class NextToken(Objective):
     """AR's: every token is predicted from those before it, with an anchor rule A2R's anchors too."""
 
     process: ForwardProcess
-    name: ClassVar[str] = "causal"
     is_causal: ClassVar[bool] = True
 
     def corrupt(self, batch: TrainingRows, seed: int, step: int) -> NoisyBatch:

@@ -240,7 +240,6 @@ def collate(
 class ReasoningObjective(Objective):
     """Lays problems out at their stage of the curriculum, with labels on the slots."""
 
-    name: ClassVar[str] = "causal"
     is_causal: ClassVar[bool] = True
 
     arm: Arm
@@ -351,6 +350,11 @@ class ReasoningObjective(Objective):
         return replace(
             made, auxiliary=auxiliary, tokens=torch.tensor(counts)
         )  # of both losses' targets, and of rows
+
+    @property
+    def name(self) -> str:
+        """The objective under which the model's text is scored."""
+        return "causal"
 
     def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
         """Compute the cross-entropy of tokens and labels, and the arm's second loss."""

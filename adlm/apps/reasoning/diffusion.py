@@ -153,6 +153,11 @@ class HoleObjective(MaskedDiffusion):
         noisy = corrupt(x0, self.process, rng, step, is_fixed=layouts != self.task.hole, **places)
         return finish_batch(noisy, self.process, step, noisy.valid)
 
+    @property
+    def name(self) -> str:
+        """The objective under which the model's text is scored."""
+        return "masked"
+
     def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
         """Compute the NELBO of holes and the anchor term."""
         return self.loss_fn(model, batch, anchor_weight=batch.anchor_weight, check=False)
