@@ -244,6 +244,8 @@ def has_defaults(config: Config, section: str) -> bool:
 def add_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return values with the method and the preset of a run that starts from scratch."""
     model = values.get("model")
+    if isinstance(model, dict) and model.get("network") is not None:
+        return values  # which has neither
     if values.get("method") is None:
         values = insert(values, "method", DEFAULT_METHOD)
     if model is None or (isinstance(model, dict) and model.get("preset") is None):

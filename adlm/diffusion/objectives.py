@@ -35,6 +35,8 @@ MAX_MISSING = 0.01  # of alpha(0) - alpha(1); a bound of a schedule that lacks m
 class ObjectiveSettings(Settings):
     """The training objective: noise schedule, anchors and their weight in the ANELBO."""
 
+    name: str | None = None
+    """The objective: masked, causal, score_entropy, or module:object; by default the method's."""
     schedule: str = "loglinear"
     """The noise schedule: loglinear, cosine, cosine_squared, linear, geometric."""
     schedule_options: dict[str, OptionValue] = Field(default_factory=dict)

@@ -40,7 +40,7 @@ from adlm.likelihood import (
     row_nats,
     summarize_rows,
 )
-from adlm.models.network import fold_network
+from adlm.models.network import NETWORKS, fold_network
 from adlm.text.lm import LM
 
 COUNTS = {"lineage": "every token but padding counts, BOS and EOS too, as in the paper"}
@@ -230,6 +230,8 @@ def estimate_text(
     objective = choose_objective(lm, settings)
     is_entropy = objective.name == "score_entropy"
     form = describe_form(objective)
+    if lm.loaded.network not in NETWORKS:
+        form["network"] = lm.loaded.network  # the same weights may be those of other code
     order = {"order": settings.order}
 
     def recall(task: str, form: dict[str, Any], order: str | None = None) -> NllEstimate:

@@ -1,8 +1,11 @@
 """Parameters, FLOPs and memory of a model, counted or estimated from its config."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from adlm.models.language_model import ModelConfig, build_on_meta
+from adlm.diffusion.features import FeatureModel
+from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta
 
 LAYER_WEIGHTS = 12  # times dim²: the matrices qkv (3), out (1), up (4) and down (4)
 HIDDEN_SHARE = 0.5  # of a masked model's positions, on average over t (log-linear schedule)
@@ -54,6 +57,21 @@ def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0
     if config.project_after:
         forward += 2 * dim * dim
     return 3 * forward
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a network of your own costs, for the log of a run (`costs()`)."""
+
+    flops_per_token: float  # of training: three times those of the forward pass
+
+
+def count_flops(model: FeatureModel, length: int) -> float | None:
+    """Return the training FLOPs per token of a network in rows of a length; None if it does not say."""
+    if isinstance(model, LanguageModel):
+        return flops_per_token(model.config, length=length)
+    costs: Callable[[], Costs] | None = getattr(model, "costs", None)
+    return None if costs is None else costs().flops_per_token
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -383,8 +383,9 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
 def collect_weights(model: FeatureModel) -> dict[str, Tensor]:
     """Return the weights that are stored of a network: tied ones once."""
     assert isinstance(model, nn.Module)
-    tied = find_tied(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    stored = model.state_dict()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if name in stored}
 
 
 def compute_checksums(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from adlm.models.language_model import ModelConfig
 from adlm.registry import Registry
-from adlm.settings import Settings
+from adlm.settings import OptionValue, Settings
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,15 @@ class ModelSettings(ModelChanges):
     """Sizes: nano, small, medium or large; with init, by default its architecture."""
     cond_dim: Annotated[int, Field(ge=0, le=2**16)] | None = None
     """Width of the layers' modulation; 0: none."""
+    network: str | None = None
+    """A network of your own, module:object; by default the transformer of the method."""
+    options: dict[str, OptionValue] = Field(default_factory=dict)
+    """The settings of a network of your own."""
+
+    def list_changes(self) -> dict[str, Any]:
+        """Return the settings of the transformer that are given."""
+        own = ("preset", "network", "options")
+        return {name: value for name, value in self if name not in own and value is not None}
 
 
 def build_config(

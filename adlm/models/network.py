@@ -12,7 +12,7 @@ which returns `Features`. What is optional has a default here:
 | `fold()` | a copy in inference form; by default a plain copy |
 | `layers()` | the modules that are compiled, sharded and checkpointed one by one; by default none |
 | `new_slot_cache(slots, length)` | caches of a causal network for `forward(..., cache=)`; by default none |
-| `costs()` | a `Costs`, for estimates of memory and of FLOPs |
+| `costs()` | a `Costs`, for the log of a run |
 | `config_dict()` | the settings in config.json: by default those of `config` |
 
 A model folder names its network. `NETWORKS` has those that are built in; another one comes from the caller, because a
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from adlm.diffusion.features import FeatureModel
-from adlm.models.language_model import LanguageModel
+from adlm.models.language_model import INDUCTOR_OPTIONS, LanguageModel
 from adlm.registry import Registry
 from adlm.settings import Settings
 
@@ -123,6 +123,13 @@ def list_layers(model: FeatureModel) -> Sequence[nn.Module]:
     return [] if layers is None else list(layers())
 
 
+def compile_network(model: FeatureModel) -> None:
+    """Compile each layer in place (they share one graph), or a network without layers as a whole."""
+    modules = list_layers(model) or [cast(nn.Module, model)]
+    for module in modules:
+        module.compile(dynamic=False, options=INDUCTOR_OPTIONS)
+
+
 def read_config(model: FeatureModel) -> dict[str, Any]:
     """Return a network's settings as config.json has them."""
     config_dict: Callable[[], Mapping[str, Any]] | None = getattr(model, "config_dict", None)
@@ -137,7 +144,6 @@ def read_config(model: FeatureModel) -> dict[str, Any]:
 
 def find_tied(model: FeatureModel) -> dict[str, str]:
     """Return the names of parameters that are others under a second name, which are stored once."""
-    assert isinstance(model, nn.Module)
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

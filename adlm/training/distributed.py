@@ -17,7 +17,7 @@ from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Loss, Objective
 from adlm.distributed import DistributedContext
-from adlm.models.language_model import LanguageModel
+from adlm.models.network import list_layers
 from adlm.models.transformer import Layer
 from adlm.settings import Settings
 
@@ -36,7 +36,7 @@ class ParallelSettings(Settings):
 class LossModule(nn.Module):
     """A model and the modules of its objective as one module, so that DDP and FSDP wrap them together."""
 
-    def __init__(self, model: LanguageModel, objective: Objective) -> None:
+    def __init__(self, model: FeatureModel, objective: Objective) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
@@ -54,7 +54,7 @@ class ParallelModel:
     """A loss module wrapped for DDP or FSDP, or as it is."""
 
     module: nn.Module  # to call
-    model: LanguageModel  # has the parameters (sharded, with fsdp)
+    model: FeatureModel  # has the parameters (sharded, with fsdp)
     kind: str
     host_mesh: DeviceMesh | None = (
         None  # the mesh of sharded weights on the CPU, for copies in host memory
@@ -92,10 +92,13 @@ def parallelize(
         raise ValueError(
             f"parallel.kind={kind} needs torchrun: torchrun --nproc-per-node N -m adlm train …"
         )
-    layers = [module for module in learner.modules() if isinstance(module, Layer)]
+    layers = [
+        *list_layers(learner.model),
+        *(module for module in learner.auxiliary.modules() if isinstance(module, Layer)),
+    ]
     if settings.checkpoint_activations:
         for layer in layers:  # on the instance, so that names and parameters do not change
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if kind == "none":
         return ParallelModel(learner, learner.model, kind)
     if kind == "ddp":

@@ -4,22 +4,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from adlm.diffusion.features import FeatureModel
 
 
 class EMA:
     """The moving average of a model's parameters by name, with decay min(decay, (1 + n) / (10 + n)), n from 1; it is
     sharded as they are."""
 
-    def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
+    def __init__(self, model: FeatureModel, decay: float = 0.9999) -> None:
         self.decay, self.updates = decay, 0
         self.shadow = {
             name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
         }
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update(self, model: FeatureModel) -> None:
         """Move the average towards the current weights."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
@@ -29,7 +31,7 @@ class EMA:
         )
 
     @contextmanager
-    def swap_in(self, model: nn.Module) -> Iterator[None]:
+    def swap_in(self, model: FeatureModel) -> Iterator[None]:
         """A context in which the model has the averaged weights; frozen parameters do not change."""
         self._swap(model)
         try:
@@ -38,7 +40,7 @@ class EMA:
             self._swap(model)
 
     @torch.no_grad()
-    def _swap(self, model: nn.Module) -> None:
+    def _swap(self, model: FeatureModel) -> None:
         for name, average in self.shadow.items():
             weight = model.get_parameter(name)
             current = weight.clone()

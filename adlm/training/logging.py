@@ -65,7 +65,7 @@ class LoggedRun:
     settings: Record  # all of them, for trackers
     steps: int
     tokens_per_step: int
-    flops_per_token: float
+    flops_per_token: float | None  # None: unknown
     lr: float  # the peak of the learning rate
 
 
@@ -284,11 +284,9 @@ class RunLogger:
         speed = (metrics.step - self.last_step) * self.run.tokens_per_step / seconds
         self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
         peak = self.peak_flops
-        mfu = (
-            None
-            if peak is None
-            else speed * self.run.flops_per_token / (peak * self.context.world_size)
-        )
+        mfu = None
+        if peak is not None and self.run.flops_per_token is not None:
+            mfu = speed * self.run.flops_per_token / (peak * self.context.world_size)
         record = {
             "step": metrics.step,
             **means,

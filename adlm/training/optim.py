@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
+from adlm.diffusion.features import FeatureModel
 from adlm.models.transformer import Layer
 from adlm.settings import Settings
 from adlm.training.ema import EMA
@@ -184,7 +185,7 @@ def set_lr(optimizers: Sequence[Optimizer], multiplier: float) -> None:
 
 
 def step_optimizers(
-    model: nn.Module,
+    model: FeatureModel,
     optimizers: Sequence[Optimizer],
     clip: float,
     ema: EMA | None,
@@ -208,6 +209,10 @@ def get_training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
         parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()
     }
     tensors = {f"weights.{name}": p.detach() for p, name in names.items()}
+    stored = module.state_dict(keep_vars=True)
+    for name, buffer in module.named_buffers():
+        if name in stored:
+            tensors[f"weights.{name.removeprefix('model.')}"] = buffer
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:

@@ -10,10 +10,11 @@ from torch import Tensor
 from adlm.config import Config
 from adlm.data.batches import Batch
 from adlm.data.tokenizers import Tokenizer
+from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.objectives import Objective
-from adlm.models.folder import MODEL_FORMAT, WRAPPED, ModelDescription
-from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.network import read_config
+from adlm.models.folder import MODEL_FORMAT, WRAPPED, ModelDescription, load_weights
+from adlm.models.language_model import LanguageModel
+from adlm.models.network import TRANSFORMER, NetworkClass, build_network, read_config
 from adlm.training.distributed import ParallelModel
 
 
@@ -29,7 +30,7 @@ class InitModel:
     """The model of `init`: its architecture and, for a run that does not resume, its weights."""
 
     method: str
-    shape: ModelConfig
+    shape: Any  # the config of its network
     weights: dict[str, Tensor] | None = None
     sha256: str | None = None  # of the weights
 
@@ -38,7 +39,8 @@ class Task(ABC):
     """What a run trains on: it is opened from a recipe, `Task(config, context)`."""
 
     config: Config  # with the method of `init`
-    shape: ModelConfig
+    network: NetworkClass = LanguageModel
+    shape: Any  # the config of the network
     init: InitModel | None
     objective: Objective
     tokenizer: Tokenizer | None
@@ -49,22 +51,24 @@ class Task(ABC):
     rows: str = WRAPPED
     best_metric: str = "val/nll"  # its lowest value is the best checkpoint
 
-    def build_model(self) -> LanguageModel:
+    def build_model(self) -> FeatureModel:
         """Build the network, with the weights of `init`."""
-        model = LanguageModel(self.shape, seed=self.config.seed)
+        model = build_network(self.network, self.shape, self.config.seed)
         if self.init is not None and self.init.weights is not None:
-            model.load_state_dict(self.init.weights)
+            load_weights(model, self.init.weights)
         return model
 
-    def describe(self, model: LanguageModel) -> ModelDescription:
+    def describe(self, model: FeatureModel) -> ModelDescription:
         """Return the content of the config.json of a model that is trained on this task."""
         process = getattr(self.objective, "process", None)
+        network = self.config.model.network or TRANSFORMER
         return ModelDescription(
             format=MODEL_FORMAT,
-            method=str(self.config.method),
+            method=self.config.method or network,
             step=0,
             rows=self.rows,
-            objective=self.objective.name,
+            network=network,
+            objective=self.config.objective.name or self.objective.name,
             attend_padding=process is not None and process.attend_padding,
             schedule=None if self.objective.is_causal else self.config.objective.schedule,
             model=read_config(model),
@@ -83,5 +87,5 @@ class Task(ABC):
         """Format the metrics of `validate` as a line."""
 
     @abstractmethod
-    def sample(self, model: LanguageModel) -> str:
+    def sample(self, model: FeatureModel) -> str:
         """Write samples of the model."""

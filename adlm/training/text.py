@@ -17,8 +17,9 @@ from adlm.data.shards import PreparedData, describe_tokenizer, open_data
 from adlm.data.sources import Source, open_source
 from adlm.devices import can_leave_padding_out
 from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule
+from adlm.diffusion.features import FeatureModel, find_anchor_head
 from adlm.diffusion.masking import ForwardProcess
-from adlm.diffusion.objectives import OBJECTIVES, Objective
+from adlm.diffusion.objectives import Objective, choose_objective
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.samplers import SAMPLERS, LeftToRight
 from adlm.diffusion.sampling import Sampler
@@ -29,6 +30,13 @@ from adlm.files import hash_file
 from adlm.models import folder as model_folder
 from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.models.methods import METHODS, build_config
+from adlm.models.network import (
+    NETWORKS,
+    NetworkClass,
+    build_network,
+    choose_network,
+    read_network_config,
+)
 from adlm.models.transformer import unpad
 from adlm.registry import build
 from adlm.training.distributed import ParallelModel
@@ -55,11 +63,17 @@ class TextTask(Task):
         self.data = open_data_on_all_ranks(config, context)
         self.valid_rows = self.data.rows("valid")
         self.init = load_init(config, self.data)
-        self.shape = build_model_config(config, self.data, self.init)
-        method = config.method if self.init is None else self.init.method
-        self.config = config.replace(method=method)
+        self.config = config
+        if config.model.network is None:
+            self.shape = build_model_config(config, self.data, self.init)
+            method = config.method if self.init is None else self.init.method
+            self.config = config.replace(method=method)
+        else:
+            self.network = choose_own_network(config)
+            self.shape = build_own_config(config, self.network, self.data, self.init)
         on_gpu = context.device.type == "cuda"
-        self.objective = build_objective(self.config, self.shape, self.data, on_gpu=on_gpu)
+        probe = build_network(self.network, self.shape, seed=None)
+        self.objective = build_objective(self.config, probe, self.data, on_gpu=on_gpu)
         self.sampler: Plan | Sampler = LeftToRight()
         if not self.shape.is_causal:
             options = {"steps": config.samples.steps}
@@ -112,7 +126,7 @@ class TextTask(Task):
         """Format the perplexity, and that of the unigram model."""
         return format_validation(metrics, is_causal=self.shape.is_causal)
 
-    def sample(self, model: LanguageModel) -> str:
+    def sample(self, model: FeatureModel) -> str:
         """Sample texts."""
         return sample_texts(
             model,
@@ -186,12 +200,15 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
     resumed = find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
         described = model_folder.read_config_json(resumed)
-        init = InitModel(described.method, ModelConfig.parse("json", **described.model))
+        network = choose_network(described.network, config.model.network)
+        init = InitModel(described.method, model_folder.read_shape(resumed, described, network))
     else:
         is_bundled = config.init in MODELS  # ./NAME is a folder of that name
         path = find_bundled_model(config.init) if is_bundled else config.init
         folder = model_folder.find_model_folder(path)
-        loaded = model_folder.load_model(folder)
+        loaded = model_folder.load_model(
+            folder, network=config.model.network, objective=config.objective.name
+        )
         check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
         sha256 = hash_file(model_folder.find_weights_file(folder))
         init = InitModel(loaded.method, loaded.model.config, loaded.model.state_dict(), sha256)
@@ -249,7 +266,7 @@ def build_model_config(
     """Build the method's model config from preset, recipe and data; with `init` it is that model's, with which settings
     of the recipe must agree, except for dropout."""
     method = str(config.method) if init is None else init.method
-    changes = config.model.model_dump(exclude={"preset"}, exclude_none=True)
+    changes = config.model.list_changes()
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
     if not METHODS.resolve(method).two_stages and changes.pop("anchor_layers", 0):
@@ -276,18 +293,51 @@ def build_model_config(
     return init.shape.replace(dropout=given.get("dropout", init.shape.dropout))
 
 
+def choose_own_network(config: Config) -> NetworkClass:
+    """Return the network that a recipe names, which takes none of the transformer's settings."""
+    name = str(config.model.network)
+    given = list(config.model.list_changes())
+    if config.model.preset is not None:
+        given.append("preset")
+    if given or config.method is not None:
+        key = f"model.{given[0]}" if given else "method"
+        raise ValueError(
+            f"{key} is a setting of the transformer, and model.network={name} is a network of your "
+            "own: give its settings as model.options.NAME=VALUE, and objective.name"
+        )
+    return NETWORKS.resolve(name, allow_import=True)
+
+
+def build_own_config(
+    config: Config, network: NetworkClass, data: PreparedData, init: InitModel | None
+) -> Any:
+    """Build the config of a network that a recipe names; with `init` it is that network's."""
+    if init is not None:
+        return init.shape
+    settings = {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
+    return read_network_config(network, settings | config.model.options)
+
+
 def build_objective(
-    config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool
+    config: Config, model: FeatureModel, data: PreparedData, *, on_gpu: bool
 ) -> Objective:
     """Build the training objective of a recipe."""
-    rule = build_rule(config, data) if model.anchor_layers else None
-    process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
+    rule = None if find_anchor_head(model) is None else build_rule(config, data)
+    process = build_process(config, model.config.mask_id, rule, on_gpu=on_gpu)
     # The kernel for rows of different lengths is one of half precision.
-    is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
-    if is_unpadded and can_leave_padding_out():
+    has_kernel = on_gpu and config.precision != "float32" and can_leave_padding_out()
+    if has_kernel and isinstance(model, LanguageModel) and can_unpad(model.config):
         process = replace(process, arrange_valid=unpad)
-    method = METHODS.resolve(str(config.method))
-    return OBJECTIVES.resolve(method.objective)(process)
+    name = config.objective.name
+    if name is None and config.method is not None:
+        name = METHODS.resolve(config.method).objective
+    if name is None:
+        name = "causal" if model.config.is_causal else "masked"
+    objective = choose_objective(name, process, name)
+    if objective.is_causal != model.config.is_causal:
+        kind = "causal" if model.config.is_causal else "masked"
+        raise ValueError(f"objective.name={name} does not fit a {kind} network: choose another one")
+    return objective
 
 
 def build_rule(config: Config, data: PreparedData) -> AnchorRule:

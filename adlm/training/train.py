@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from adlm.config import Config, load_config, save_config
@@ -23,8 +22,10 @@ from adlm.diffusion.objectives import Objective
 from adlm.distributed import DistributedContext, init_distributed
 from adlm.errors import Diverged, Preempted
 from adlm.files import write_atomically
-from adlm.models.costs import count_parameters, flops_per_token
-from adlm.models.folder import COPY_AGAIN, LATEST, load_weights, read_weights
+from adlm.models.costs import count_flops
+from adlm.models.folder import COPY_AGAIN, LATEST, collect_weights, load_weights, read_weights
+from adlm.models.language_model import ModelConfig
+from adlm.models.network import compile_network
 from adlm.training import setup
 from adlm.training import state as checkpoints
 from adlm.training.distributed import LossModule, ParallelModel, parallelize
@@ -98,9 +99,10 @@ class Trainer:
         self.config = config = task.config
         self.batches = task.open_batches()
         self.folder = Path(config.folder)
-        setup.check_memory(
-            config, task.shape, context, self.micro_batch, task.length, self.precision
-        )
+        if isinstance(task.shape, ModelConfig):  # nothing is known of the memory of others
+            setup.check_memory(
+                config, task.shape, context, self.micro_batch, task.length, self.precision
+            )
         context.run_on_rank0(lambda: setup.lock_run_folder(self.folder, exit_stack))
         source = context.run_on_rank0(lambda: setup.find_resume_checkpoint(config, task.data_hash))
         self.model = task.build_model().to(context.device)
@@ -108,16 +110,16 @@ class Trainer:
         if is_compiled is None:
             is_compiled = context.device.type == "cuda"
         if is_compiled:
-            self.model.compile_layers()
+            compile_network(self.model)
         self.learner = LossModule(self.model, task.objective).to(context.device)
         self.parallel = parallelize(self.learner, context, config.parallel)
 
         # How: optimizers, and the average of the weights, which is for inference.
         self.optimizers = build_optimizers(self.learner, config.optimizer)
         self.ema = None if config.ema is None else EMA(self.model, config.ema)
-        self.weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.weights = collect_weights(self.model)
         if self.ema is not None:
-            self.weights = self.ema.shadow
+            self.weights = self.weights | self.ema.shadow
 
         # From where: with the tensors, the state is all that a checkpoint holds.
         self.state = start_state(task.data_hash, None if task.init is None else task.init.sha256)
@@ -141,7 +143,7 @@ class Trainer:
             config.model_dump(),
             steps=config.steps,
             tokens_per_step=round(config.batch * task.row_tokens),  # padding is not counted
-            flops_per_token=flops_per_token(task.shape, length=task.length),
+            flops_per_token=count_flops(self.model, task.length),
             lr=config.optimizer.lr,
         )
         self.logger = RunLogger(logged, config.log, config.guard, self.state, context, exit_stack)
@@ -291,11 +293,13 @@ class Trainer:
 
     def describe(self, source: Path | None) -> str:
         """Describe the model, the device, the data and the checkpoint that the run starts from."""
-        size = f"{count_parameters(self.task.shape) / 1e6:.1f}M parameters"
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        size = f"{count / 1e6:.1f}M parameters"
         device = get_device_name(self.context.device)
         if self.context.world_size > 1:
             device += f" × {self.context.world_size} processes ({self.parallel.kind})"
-        lines = [f"{self.config.method}, {size}, on {device}", self.task.description]
+        name = self.config.method or self.config.model.network
+        lines = [f"{name}, {size}, on {device}", self.task.description]
         if source is not None:
             lines.append(f"resuming from {source}")
         elif self.config.init is not None:

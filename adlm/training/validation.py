@@ -11,13 +11,13 @@ from adlm.data.batches import is_valid
 from adlm.data.shards import PreparedData, ShardedRows
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.objectives import Objective
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.sampling import Row, Sampler, fill_rows
 from adlm.distributed import DistributedContext
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.evaluator import build_evaluator
-from adlm.models.language_model import LanguageModel
 from adlm.settings import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P, Settings, TopP
 from adlm.training.distributed import ParallelModel
 
@@ -108,7 +108,7 @@ def describe_bound(objective: Objective) -> str:
 
 
 def sample_texts(
-    model: LanguageModel,
+    model: FeatureModel,
     tokenizer: Tokenizer,
     sampler: Plan | Sampler,
     settings: SampleSettings,

@@ -48,6 +48,7 @@ from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, load_config
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.devices import pick_device
+from adlm.diffusion.features import FeatureModel
 from adlm.distributed import DistributedContext
 from adlm.evaluate.cache import ProgressCallback, ignore_progress
 from adlm.evaluate.provenance import collect_provenance
@@ -151,8 +152,10 @@ class ReasoningTask(training_task.Task):
 
     def validate(self, parallel: ParallelModel, batch: int) -> dict[str, float]:
         """Compute the accuracy on held-out problems, in one process."""
+        model = parallel.model
+        assert isinstance(model, LanguageModel)  # arms train no other
         results = self.context.run_on_rank0(
-            lambda: solve(parallel.model, self.problems, self.layouts, self.valid)
+            lambda: solve(model, self.problems, self.layouts, self.valid)
         )
         answers = [item.answer for item in self.valid]
         right = sum(
@@ -165,8 +168,9 @@ class ReasoningTask(training_task.Task):
         """Format the accuracy."""
         return f"accuracy {metrics['val/accuracy']:.1%} of the validation problems"
 
-    def sample(self, model: LanguageModel) -> str:
+    def sample(self, model: FeatureModel) -> str:
         """Solve some held-out problems."""
+        assert isinstance(model, LanguageModel)
         items = self.valid[: self.config.samples.rows]
         results = solve(model, self.problems, self.layouts, items)
         lines = [
@@ -229,7 +233,11 @@ def build_shape(
     config: ReasoningConfig, task: Task, init: InitModel | None, longest: int
 ) -> ModelConfig:
     """Build the model config of a run: that of the base model, or the recipe's with the task's vocabulary."""
-    changes = config.model.model_dump(exclude={"preset"}, exclude_none=True)
+    if config.model.network is not None:
+        raise ValueError(
+            f"model.network={config.model.network} is for text: arms train the transformer; leave it out"
+        )
+    changes = config.model.list_changes()
     if init is not None:
         return init.shape.replace(dropout=changes.get("dropout", init.shape.dropout))
     method = METHODS[str(config.method)]
