@@ -15,7 +15,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from adlm import files
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.files import read_json
-from adlm.models.folder import DOCUMENTS, WRAPPED, LoadedModel
+from adlm.models.folder import DOCUMENTS, WRAPPED, LoadedModel, require_transformer
 from adlm.models.language_model import (
     EXTENSIONS,
     LanguageModel,
@@ -376,6 +376,7 @@ def choose_tokenizer(
 
 def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     """Write a checkpoint that the lineage's code loads; its EMA is the weights themselves, without optimizer."""
+    require_transformer(loaded.network, "a Lightning checkpoint")
     config, is_causal = loaded.model.config, loaded.model.config.is_causal
     required: dict[str, Any] = {
         "positions": "rotary",

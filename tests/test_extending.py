@@ -153,3 +153,115 @@ def test_a_schedule_and_an_anchor_rule_train_and_are_evaluated(folder: Path) -> 
     stored = (folder / "run" / "config.yaml").read_text("utf-8")
     assert "schedule:Polynomial" in stored
     assert "anchor_rule:first_occurrence" in stored
+
+
+OWN = ("--network", "network:Mixer", "--objective", "objective:Flat")
+LOAD = """
+import adlm
+from network import Mixer
+from objective import Flat
+
+named = adlm.load("run", network="network:Mixer", objective="objective:Flat", device="cpu")
+given = adlm.load("run", network=Mixer, objective=Flat, device="cpu")
+text = named.generate(length=12, seed=1)
+assert list(text) == list(given.generate(length=12, seed=1))
+assert named.score("of the work")[0] == given.score("of the work")[0]
+
+given.save("saved")
+saved = adlm.load("saved", network="network:Mixer", objective="objective:Flat", device="cpu")
+assert list(saved.generate(length=12, seed=1)) == list(text)
+print(text.texts[0], end="")
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare_data(folder)
+    return folder
+
+
+@pytest.fixture
+def own(folder: Path, prepared: Path) -> Path:
+    """A folder with the examples, a recipe of them, and data."""
+    shutil.copy(EXAMPLES / "network.yaml", folder)
+    return shutil.copytree(prepared, folder, dirs_exist_ok=True)
+
+
+def train_own(folder: Path, *changes: str) -> str:
+    sizes = ("steps=4", "batch=4", "valid.every=2", "valid.rows=8", "checkpoint.every=2")
+    own = ("train", "network.yaml", "data.path=data", "folder=run", "device=cpu", *sizes)
+    return run_command(folder, *own, *changes)
+
+
+def test_a_network_and_an_objective_train_score_sample_and_serve(own: Path) -> None:
+    train_own(own, "samples.every=4")
+    assert (own / "run" / "samples" / "step-00000004.txt").stat().st_size > 10
+    content = json.loads((own / "run/checkpoints/latest/config.json").read_text("utf-8"))
+    assert (content["network"], content["objective"]) == ("network:Mixer", "objective:Flat")
+    assert content["model"]["dim"] == 64
+
+    text = run(own, "-c", LOAD)
+    printed = ("sample", "run", *OWN, "--length", "12", "--seed", "1", "--device", "cpu", "--json")
+    assert json.loads(run_command(own, *printed))["texts"] == [text]
+    result = json.loads(
+        run_command(own, "eval", "ppl", "run", *OWN, "--data", "text.txt", "--json")
+    )
+    assert result["kind"] == "nelbo" and result["nll"] > 1
+    scored = json.loads(run_command(own, "score", "a work", "--model", "run", *OWN, "--json"))
+    assert scored["scores"][0]["nll"] > 1
+    with serve(own, "run", *OWN, "--device", "cpu") as address:
+        answer = complete(address, prompt="", max_tokens=12, seed=1)
+        assert answer["choices"][0]["text"]
+
+
+def test_a_run_of_an_own_network_resumes_and_starts_others(own: Path) -> None:
+    train_own(own, "steps=2")
+    train_own(own)
+    whole = (own / "run" / "checkpoints" / "latest" / "model.safetensors").read_bytes()
+    train_own(own, "folder=other")
+    other = (own / "other" / "checkpoints" / "latest" / "model.safetensors").read_bytes()
+    assert whole == other
+    train_own(own, "folder=third", "init=run", "steps=1")
+
+
+MISTAKES = {
+    "model.dim=32": "model.dim is a setting of the transformer",
+    "method=adlm": "method is a setting of the transformer",
+    "model.options={wings: 2}": "wings=2: unknown name",
+    "model.network=network:Mixr": "network has no 'Mixr'",
+    "objective.name=causal": "objective.name=causal does not fit a masked network",
+    "objective.name=flat": "unknown objective 'flat'",
+}
+TRY = """
+import adlm, json, sys
+
+for change in sys.argv[1:]:
+    try:
+        adlm.train("network.yaml", "data.path=data", "folder=run", "steps=1", change)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_mistakes_in_a_recipe_of_an_own_network(own: Path) -> None:
+    errors = run(own, "-c", TRY, *MISTAKES).splitlines()
+    for line, message in zip(errors, MISTAKES.values(), strict=True):
+        assert message in json.loads(line)
+
+
+def test_a_folder_of_an_own_network_says_what_it_needs(own: Path) -> None:
+    train_own(own)
+    error = run_command(own, "sample", "run", fails=True)
+    assert "the network 'network:Mixer' is not built in" in error and "--network" in error
+    error = run_command(own, "sample", "run", "--network", "network:Mixer", fails=True)
+    assert "the objective 'objective:Flat' is not built in" in error and "--objective" in error
+    for words in (
+        ("export", "run", "--out", "hub"),
+        ("convert", "run", "--out", "model.ckpt", "--to", "lightning"),
+        ("eval", "anchors", "run", "--data", "text.txt", *OWN),
+    ):
+        assert (
+            "needs the transformer, and this model has the network 'network:Mixer'"
+            in run_command(own, *words, fails=True)
+        )

@@ -35,7 +35,12 @@ def convert(
     with json_stdout(is_json):
         from adlm.convert import is_lineage, load_lineage, write_lightning
         from adlm.models.costs import count_parameters
-        from adlm.models.folder import export_model, load_model
+        from adlm.models.folder import (
+            export_model,
+            load_model,
+            read_config_json,
+            require_transformer,
+        )
         from adlm.text.lm import find_model
 
         found = find_model(source)
@@ -47,6 +52,7 @@ def convert(
                 f"{source} is a model folder of adlm already: the only conversion of it is --to lightning"
             )
         else:
+            require_transformer(read_config_json(found).network, "a Lightning checkpoint")
             loaded, weights = load_model(found), "for inference"
         written = (
             write_lightning(loaded, path) if to else export_model(loaded, path, is_quantized=False)
@@ -98,9 +104,14 @@ def export(
     """Export a model to a folder that transformers, diffusers (masked models) and adlm load."""
     with json_stdout(is_json):
         from adlm.bundled import DEFAULT
+        from adlm.convert import is_lineage
         from adlm.errors import import_extra
-        from adlm.text.lm import load
+        from adlm.models.folder import read_config_json, require_transformer
+        from adlm.text.lm import find_model, load
 
+        found = find_model(model or DEFAULT)
+        if not is_lineage(found):
+            require_transformer(read_config_json(found).network, "adlm export")
         huggingface = import_extra(
             "adlm.interop.huggingface", "adlm export needs transformers", "hf"
         )

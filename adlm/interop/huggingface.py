@@ -23,7 +23,7 @@ from adlm.files import (
 )
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
-from adlm.models.folder import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel
+from adlm.models.folder import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel, require_transformer
 from adlm.text.lm import LM
 from adlm.text.templates import classify_tokens
 
@@ -44,6 +44,7 @@ def export(
     """Write a model as a Hugging Face folder, its weights in float32 or bfloat16, with the metrics of a report."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
+    require_transformer(lm.loaded.network, "an export")
     final, loaded = Path(folder), lm.loaded
     if final.exists() and any(final.iterdir()):
         raise ValueError(f"{final} is not empty: give a new folder")

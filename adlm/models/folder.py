@@ -216,6 +216,15 @@ def read_config_json(folder: Path) -> ModelDescription:
     return described
 
 
+def require_transformer(network: str, what: str) -> None:
+    """Raise ValueError for what only the built-in network can do."""
+    if network != TRANSFORMER:
+        raise ValueError(
+            f"{what} needs the transformer, and this model has the network {network!r:.80}: "
+            "keep it as a model folder (LM.save)"
+        )
+
+
 def read_shape(folder: Path, described: ModelDescription, network: NetworkClass | nn.Module) -> Any:
     """Return the config of the network that a folder describes."""
     try:

@@ -40,6 +40,7 @@ from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.stats import estimate_ratio, flatten_estimates
 from adlm.likelihood import draw_position, group_rows
 from adlm.models.evaluator import ModelEvaluator
+from adlm.models.folder import require_transformer
 from adlm.models.language_model import LanguageModel
 from adlm.text.generation import GenerationRequest, TextRow, check_whole_numbers
 from adlm.text.lm import LM
@@ -401,6 +402,7 @@ def anchors(
     rule = rare_in_sequence(max_count)
     cache, studies, about = open_cache(out), list[dict[str, Any]](), list[dict[str, Any]]()
     for lm in [models] if isinstance(models, LM) else models:
+        require_transformer(lm.loaded.network, "eval anchors")
         check_two_stages(lm.model, lm.name)
         on_progress(f"{lm.name}: loading", 0, 0)
         scorer = None if scorer is None else load_scorer(scorer, device=lm.device)

@@ -1,8 +1,4 @@
-"""A network of your own: tokens are embedded, mixed over positions, and mapped to logits.
-
-adlm train cpu-nano model.network=own_network:Mixer data.path=DATA folder=RUN
-adlm sample RUN --network own_network:Mixer
-"""
+"""A network of one's own: tokens are embedded, mixed over positions, and mapped to logits."""
 
 import torch
 from torch import Tensor, nn
