@@ -83,7 +83,7 @@ class ModelSettings(ModelChanges):
     """Width of the layers' modulation; 0: none."""
     network: str | None = None
     """A network of your own, module:object; by default the transformer of the method."""
-    options: dict[str, OptionValue] = Field(default_factory=dict)
+    options: dict[str, OptionValue] | None = None
     """The settings of a network of your own."""
 
     def list_changes(self) -> dict[str, Any]:

@@ -315,7 +315,7 @@ def build_own_config(
     if init is not None:
         return init.shape
     settings = {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
-    return read_network_config(network, settings | config.model.options)
+    return read_network_config(network, settings | (config.model.options or {}))
 
 
 def build_objective(
