@@ -78,11 +78,11 @@ def run_json(*words: object, given: bytes = b"") -> dict[str, Any]:
     return found
 
 
-def start_command(*words: object, **pipes: Any) -> subprocess.Popen[str]:
+def start_command(*words: object, **pipes: Any) -> subprocess.Popen[bytes]:
     """Start `python -m adlm WORDS` in a process of its own."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "adlm", *map(str, words)]
-    return subprocess.Popen(command, env=env, text=True, **pipes)
+    return subprocess.Popen(command, env=env, **pipes)
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
@@ -139,7 +139,7 @@ def serve(*models: object) -> Iterator[Server]:
     with start_command(*words, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
+            line = process.stdout.readline().decode()
             assert line.startswith("serving "), line
             yield Server(line.split()[-1])
         finally:
