@@ -78,7 +78,10 @@ def silence_mask_of_anchors(model: LanguageModel) -> None:
 
 
 def predict(
-    model: LanguageModel, tokens: Tensor, noise_level: Tensor | None = None, valid: Tensor | None = None
+    model: LanguageModel,
+    tokens: Tensor,
+    noise_level: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """Return the logits (B, L, V) of the anchor network, or None, and of the model."""
     with torch.no_grad():
@@ -287,7 +290,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows after the forward process: x0 and xt (B, L), times (B,), counted tokens; `raw` is opaque."""
+    """Rows after the forward process: x0, xt (B, L), t (B,), how many count; `raw` is opaque."""
 
     x0: Tensor
     xt: Tensor

@@ -30,7 +30,16 @@ QUICK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "margin": ({"steps": 5}, {}),
     "entropy_bounded": ({}, {"bound": 2.0}),
 }
-PLANS = ("ancestral", "forward_backward", "remask_cap", "remask_rescale", "remask_conf", "remask_loop", "ddpm", "dfm")
+PLANS = (
+    "ancestral",
+    "forward_backward",
+    "remask_cap",
+    "remask_rescale",
+    "remask_conf",
+    "remask_loop",
+    "ddpm",
+    "dfm",
+)
 
 
 def quick_settings(sampler: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from tests.laws import adapter, commands
 
 FOLDER = Path(__file__).parent / "fixtures"
 METHODS = ("mdlm", "adlm", "ar", "a2r", "sedd")
-WORDS = "the cat sat on a mat and dog ran by old log while rain fell all night in our quiet town".split()
+SENTENCE = "the cat sat on a mat and dog ran by old log while rain fell all night in our quiet town"
+WORDS = SENTENCE.split()
 DIM = 8
 # Loud enough for predictions to differ by context.
 SCALE = 0.6
@@ -102,7 +103,9 @@ def make_models() -> dict[str, adlm.LM]:
 
 def main() -> None:
     if FOLDER.exists():
-        raise SystemExit(f"{FOLDER} exists: it is evidence of an earlier version and stays as it is")
+        raise SystemExit(
+            f"{FOLDER} exists: it is evidence of an earlier version and stays as it is"
+        )
     FOLDER.mkdir()
     os.chdir(FOLDER)
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ EXACT = adapter.make_schedule("loglinear", eps=0.0)
 
 
 def hidden_costs(world: TinyWorld, x0: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ over hidden positions of -log p(x0 | xt) for every pattern, and how many are hidden."""
+    """Return Σ over hidden positions of -log p(x0 | xt) of every pattern, and their number."""
     xt = world.hidings(x0)
     log_probs = world.log_probs()[1][world.number(xt)]
     nats = -log_probs.gather(-1, x0.expand_as(xt)[..., None])[..., 0]

@@ -53,6 +53,18 @@ def test_bits_are_per_byte_of_the_text(name: str, count: str) -> None:
         assert found["tokens"] == size
 
 
+def test_bits_are_per_byte_where_tokens_are_words(tmp_path: Path) -> None:
+    """Of the bundled model, whose tokens are longer than a byte."""
+    text = tmp_path / "text.txt"
+    text.write_text("The river was wide.\n<|endoftext|>\nNobody had seen the old boat.\n", "utf-8")
+    words = ("--data", text, "--rows", "documents", "--count", "text", "--draws", 2)
+    found = run_json("eval", "ppl", *words, "--device", "cpu")
+    assert found["bytes"] == len("The river was wide.") + len("Nobody had seen the old boat.")
+    assert found["tokens"] < found["bytes"] / 2
+    bits = found["nll"] * found["tokens"] / math.log(2)
+    assert found["bits_per_byte"] == pytest.approx(bits / found["bytes"], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_evaluation_is_the_product_of_the_conditionals(name: str) -> None:
     """Document by document, the end being given."""

@@ -162,7 +162,9 @@ def test_the_factored_bridge_is_a_linear_map_of_the_anchor_logits() -> None:
     """Of the raw logits, without a softmax in between: the product of the two matrices."""
     ours = model("adlm")
     anchor_logits, read = adapter.bridge_tokens(ours, arrays("loss_adlm_gpt2like")["xt"])
-    torch.testing.assert_close(read, adapter.bridge_logits(ours, anchor_logits), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        read, adapter.bridge_logits(ours, anchor_logits), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_a_validation_pass() -> None:
@@ -253,11 +255,15 @@ def test_reverse_distributions(name: str, top_p: float) -> None:
         remask = share_remasking(table, step, xt, confidence)
         law = reverse_law(xt, probs, float(table.reveal_prob[step]), remask)
         if table.is_by_confidence:
-            torch.testing.assert_close(remask.float(), golden[f"{name}/{i}/sigma"], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                remask.float(), golden[f"{name}/{i}/sigma"], atol=1e-5, rtol=0
+            )
             # A hidden position has no share of the remasking.
             reveal = (table.alpha_s[step] - table.alpha_t[step]) / (1 - table.alpha_t[step])
             law = reverse_law(xt, probs, float(reveal), remask)
-        torch.testing.assert_close(law.float(), golden[f"{name}/{i}/dist"].float(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            law.float(), golden[f"{name}/{i}/dist"].float(), atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

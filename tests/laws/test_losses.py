@@ -129,7 +129,9 @@ def test_the_scope_of_anchors() -> None:
 def test_the_anchor_term_is_the_mean_of_the_anchors_costs(scope: str) -> None:
     """By hand: weight · 1{anchor} · -log softmax(anchor logits) over all tokens."""
     model, x0 = small_model(), random_tokens(5)
-    xt = torch.where(torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0)
+    xt = torch.where(
+        torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0
+    )
     weight, ones = torch.tensor([1.0, 0.5, 2.0, 3.0, 0.1]), torch.ones(5)
     anchors = Anchors(ONCE.rule, ONCE.options, scope)
     batch = adapter.known_rows(
@@ -141,7 +143,11 @@ def test_the_anchor_term_is_the_mean_of_the_anchors_costs(scope: str) -> None:
     assert logits is not None
     costs = -logits.double().log_softmax(-1).gather(-1, x0[..., None])[..., 0]
     is_anchor = torch.tensor([[row.count(token) <= 1 for token in row] for row in x0.tolist()])
-    counted = {"all": is_anchor, "masked": is_anchor & (xt == MASK), "visible": is_anchor & (xt != MASK)}
+    counted = {
+        "all": is_anchor,
+        "masked": is_anchor & (xt == MASK),
+        "visible": is_anchor & (xt != MASK),
+    }
     expected = float((costs * counted[scope] * weight[:, None]).sum()) / x0.numel()
     assert float(loss.anchor) == pytest.approx(expected, rel=1e-5)
     assert float(loss.total) == pytest.approx(float(loss.nll) + 0.3 * expected, rel=1e-5)
@@ -282,7 +288,7 @@ def test_the_error_from_noise_is_the_spread_over_seeds(method: str) -> None:
 
 
 def test_a_uniform_predictor_costs_the_logarithm_of_its_tokens() -> None:
-    """The bound of a model that knows nothing is log(V - 1), the mask not being among its tokens."""
+    """The bound of a model that knows nothing is log(V - 1): the mask is not among its tokens."""
     model = small_model("mdlm")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -150,7 +150,10 @@ def test_a_model_folder_runs_no_code_of_its_own(
     model_names = [key for key, value in config["model"].items() if isinstance(value, str)]
     assert names
     assert model_names
-    for is_model, name in [*((False, each) for each in names), *((True, each) for each in model_names)]:
+    for is_model, name in [
+        *((False, each) for each in names),
+        *((True, each) for each in model_names),
+    ]:
         changed = json.loads(json.dumps(config))
         (changed["model"] if is_model else changed)[name] = "evil:run"
         (copied / "config.json").write_text(json.dumps(changed), "utf-8")

@@ -1,4 +1,4 @@
-"""A row's tokens follow from its seed and its number: not from neighbors, batch, place or padding."""
+"""A row's tokens follow from its seed and its number, not from neighbors, place or padding."""
 
 from typing import Any
 
@@ -110,7 +110,9 @@ def test_causal_rows_do_not_depend_on_their_neighbors(method: str) -> None:
             assert torch.equal(part, whole[rows]), f"rows {rows}"
     wide = torch.nn.functional.pad(xt, (0, 4), value=2)
     valid = torch.arange(LENGTH + 4).expand(ROWS, -1) < LENGTH
-    last = run(model, wide, None, rows=numbers, is_fixed=(wide != MASK) & valid, valid=valid, **same)
+    last = run(
+        model, wide, None, rows=numbers, is_fixed=(wide != MASK) & valid, valid=valid, **same
+    )
     assert torch.equal(last[-1].tokens[:, :LENGTH], whole)
     assert (last[-1].tokens[:, LENGTH:] == 2).all()
 

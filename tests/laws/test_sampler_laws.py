@@ -246,6 +246,9 @@ def test_tables_hold_probabilities_and_meet_at_their_ends(name: str, compat: boo
         for column in (table.alpha_t, table.remask_prob, table.reveal_prob):
             assert ((column >= 0) & (column <= 1)).all()
         assert table.alpha_t[0] == 0
+        assert table.has_lineage_fill == compat
+        assert table.has_nucleus
+        assert not table.is_by_confidence
         assert (table.alpha_s >= table.alpha_t - 1e-12).all()
         # The lineage's loop leaps where its phases meet.
         if not (name == "remask_loop" and compat):

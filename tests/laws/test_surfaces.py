@@ -59,9 +59,7 @@ CASES = [*(("timed", sampler) for sampler in SAMPLERS), ("adlm", "remask_loop"),
 @pytest.mark.parametrize(("name", "sampler"), CASES)
 def test_a_seeds_text_is_one(server: Server, name: str, sampler: str | None) -> None:
     """Of Python, command line and HTTP, whole and as a stream, with evaluations counted alike."""
-    expected = adapter.generate(
-        model(name), "the cat", n=2, length=19, **python_settings(sampler)
-    )
+    expected = adapter.generate(model(name), "the cat", n=2, length=19, **python_settings(sampler))
     words = command_words(name, sampler)
     answer = run_json(
         "sample", folder(name), "--prompt", "the cat", "--n", 2, "--length", 19, *words

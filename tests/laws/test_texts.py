@@ -24,7 +24,7 @@ SAMPLERS = [*((name, None) for name in QUICK), *((name, 7) for name in BLOCKWISE
 
 
 def assert_same_texts(lm: LM, kind: str, given: list[Any], **settings: Any) -> list[str]:
-    """Compare every batch size, fewer texts, one prompt at a time, and a stream; return the texts."""
+    """Compare every batch size, fewer texts, each prompt alone, and a stream; return the texts."""
     call = adapter.generate if kind == "prompt" else adapter.infill
     if kind == "prompt":
         settings["length"] = 22
@@ -210,7 +210,9 @@ def test_a_hole_has_a_length_within_its_limits_and_the_row() -> None:
 
 
 @pytest.mark.parametrize("name", ["adlm", "mdlm", "timed"])
-@pytest.mark.parametrize("template", ["the ___{1,6} sat", "a___{1,9}b", "in our ___{2,5}, the ___{1,4}"])
+@pytest.mark.parametrize(
+    "template", ["the ___{1,6} sat", "a___{1,9}b", "in our ___{2,5}, the ___{1,4}"]
+)
 def test_a_hole_has_the_length_under_which_its_neighbors_are_likeliest(
     name: str, template: str
 ) -> None:
@@ -279,6 +281,34 @@ def test_what_cannot_be_is_refused_with_the_value() -> None:
             adapter.generate(lm, "a", **settings)
     with pytest.raises(ValueError, match="magic"):
         adapter.generate(model("ar"), "a", sampler="magic")
+
+
+# A vocabulary of words
+
+TEXT_OF_WORDS = "The children went down to the river – “late”, as always."
+
+
+def test_bits_are_per_byte_where_tokens_are_words() -> None:
+    """Of the bundled model, whose tokens are longer than a byte."""
+    (score,) = adlm.load(device="cpu").score(TEXT_OF_WORDS, draws=2)
+    size = len(TEXT_OF_WORDS.encode("utf-8"))
+    assert score.tokens < size / 2
+    bits = score.nll * score.tokens / math.log(2)
+    assert score.bits_per_byte == pytest.approx(bits / size, rel=1e-6)
+
+
+@pytest.mark.parametrize("template", ["The ___{2} sat on the ___{1}.", "It was ___{3}\n\n“___{1}”"])
+def test_words_are_filled_in_between_given_text(template: str) -> None:
+    """With the blanks that are given, and no others."""
+    output = adapter.infill(adlm.load(device="cpu"), template, n=2, seed=1)
+    for text, filled in zip(output, adapter.fills(output), strict=True):
+        expected, rest = "", template
+        for piece in filled:
+            before, _, rest = rest.partition("___")
+            expected += before + piece
+            rest = rest[rest.index("}") + 1 :]
+            assert not (before.endswith(" ") and piece.startswith(" "))
+        assert text == expected + rest
 
 
 # Scores

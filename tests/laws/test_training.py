@@ -156,7 +156,9 @@ def test_the_average_is_what_is_loaded(workplace: Workplace) -> None:
     decays = [min(0.5, (1 + n) / (10 + n)) for n in (1, 2, 3)]
     start = adlm.load("plain/checkpoints/step-00000001", device="cpu").model
     config = start.config
-    average = {name: value.clone() for name, value in type(start)(config, seed=0).state_dict().items()}
+    average = {
+        name: value.clone() for name, value in type(start)(config, seed=0).state_dict().items()
+    }
     for decay, current in zip(decays, weights, strict=True):
         for name in average:
             average[name] = decay * average[name] + (1 - decay) * current[name]

@@ -30,7 +30,9 @@ Law = dict[State, float]
 
 def tiny_model(method: str = "adlm", *, seed: int = 0, **changes: Any) -> LanguageModel:
     """Make a model of three tokens and a mask, in rows of three."""
-    return _make_model(method, seed, {"vocab_size": 4, "mask_id": 3, "dim": 8, "length": 3}, changes)
+    return _make_model(
+        method, seed, {"vocab_size": 4, "mask_id": 3, "dim": 8, "length": 3}, changes
+    )
 
 
 def small_model(method: str = "adlm", **changes: Any) -> LanguageModel:
@@ -207,9 +209,13 @@ def plan_law(
                 sigma = float(table.remask_prob[step])
                 # By confidence, sigma is shared out by other shares than the plan's.
                 kept = alpha_t if table.is_by_confidence else (1 - sigma) * alpha_t
-                reveal = 1.0 if alpha_t == 1 else min(1.0, max(0.0, (alpha_s - kept) / (1 - alpha_t)))
+                reveal = (
+                    1.0 if alpha_t == 1 else min(1.0, max(0.0, (alpha_s - kept) / (1 - alpha_t)))
+                )
                 probs = world.probs(float(table.noise_level[step]), draw)
-            here = _take_step(world, here, free, probs, sigma, reveal, table.is_by_confidence, is_fill)
+            here = _take_step(
+                world, here, free, probs, sigma, reveal, table.is_by_confidence, is_fill
+            )
     return world.tabulate(_forget_confidence(here))
 
 
@@ -238,7 +244,10 @@ def _take_step(
             elif i in visible:
                 share = math.exp(-drawn_with[i]) / doubt if is_by_confidence else 1.0
                 choices.append(
-                    [(tokens[i], drawn_with[i], 1 - sigma * share), (world.mask, 0.0, sigma * share)]
+                    [
+                        (tokens[i], drawn_with[i], 1 - sigma * share),
+                        (world.mask, 0.0, sigma * share),
+                    ]
                 )
             else:
                 drawn = [
