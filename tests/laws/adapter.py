@@ -99,6 +99,7 @@ def bridge_logits(model: LanguageModel, anchor_logits: Tensor) -> Tensor:
 
 def bridge_tokens(model: LanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the anchor network's logits of tokens, and what the denoiser gets to read of them."""
+    assert model.anchor_head is not None
     with torch.no_grad():
         anchor = model(tokens).anchor
         return model.anchor_head(anchor), model.apply_bridge(anchor)
@@ -364,8 +365,10 @@ def corrupt_rows(
         **_describe_anchors(anchors),
     )
     rng = adlm.CounterRng.from_seed(seed, len(x0) if rows is None else rows)
-    where = {"index": index, "total": total, "valid": valid, "is_fixed": is_fixed}
-    return _describe_batch(corrupt(x0, process, rng, step, **where))
+    places: dict[str, Any] = {"index": index, "total": total}
+    return _describe_batch(
+        corrupt(x0, process, rng, step, valid=valid, is_fixed=is_fixed, **places)
+    )
 
 
 def known_rows(

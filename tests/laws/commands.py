@@ -76,7 +76,7 @@ def run_command(*words: object, given: bytes = b"") -> Answer:
     finally:
         sys.stdin, sys.argv = stdin, argv
     out.flush()
-    return Answer(code, out.buffer.getvalue(), err.getvalue())  # type: ignore[attr-defined]
+    return Answer(code, out.buffer.getvalue(), err.getvalue())
 
 
 def run_json(*words: object, given: bytes = b"") -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Server:
     def get(self, path: str) -> dict[str, Any]:
         """Return the answer to a GET request."""
         with urllib.request.urlopen(self.address + path) as response:
-            return json.load(response)  # type: ignore[no-any-return]
+            return json.load(response)
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
         """Return the answer to a POST request."""
@@ -118,7 +118,7 @@ class Server:
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.address + path, content, headers)
         with urllib.request.urlopen(request) as response:
-            return response.read()  # type: ignore[no-any-return]
+            return response.read()
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         """Return the object that answers a POST request."""

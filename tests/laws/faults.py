@@ -23,8 +23,15 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("adlm", "recipes", "pyproject.toml", "tests/__init__.py", "tests/conftest.py")
-COPIED += ("tests/golden", "tests/laws")
+COPIED = (
+    "adlm",
+    "recipes",
+    "pyproject.toml",
+    "tests/__init__.py",
+    "tests/conftest.py",
+    "tests/golden",
+    "tests/laws",
+)
 SECONDS = 900
 
 SAMPLERS = "test_sampler_laws.py"

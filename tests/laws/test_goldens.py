@@ -26,9 +26,10 @@ def test_schedules(case: str) -> None:
     name, options = SCHEDULES[case]
     golden, schedule = arrays("noise_schedules"), adapter.make_schedule(name, **options)
     t = golden["t"]
-    close = {"atol": 1e-6, "rtol": 1e-5}
-    torch.testing.assert_close(schedule.alpha(t), golden[f"{case}/alpha"], **close)
-    torch.testing.assert_close(schedule.noise_level(t), golden[f"{case}/sigma"], **close)
+    torch.testing.assert_close(schedule.alpha(t), golden[f"{case}/alpha"], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        schedule.noise_level(t), golden[f"{case}/sigma"], atol=1e-6, rtol=1e-5
+    )
     # Below t = 0.05 their float32 loses 1 - alpha to cancellation.
     usable = t >= 0.05
     weight = schedule.loss_weight(t)[usable]

@@ -139,7 +139,7 @@ def test_causal_rows_join_at_different_times(name: str) -> None:
     lm = model(name)
     plans = []
     for k in range(1, 6):
-        settings = {"seed": k, "temperature": 0.5 + 0.5 * (k % 2), "n": 2}
+        settings: dict[str, Any] = {"seed": k, "temperature": 0.5 + 0.5 * (k % 2), "n": 2}
         plan = adapter.plan_texts(lm, "the cat"[: k + 1], max_new_tokens=5 + k, **settings)
         plans.append(("left_to_right", plan))
     rows, alone = run_alone(lm, plans)

@@ -1,9 +1,7 @@
 """A run that was stopped anywhere and resumed computes and logs what one that was not does."""
 
-import multiprocessing
-import os
 import signal
-import threading
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor
 
 import adlm
 from tests.laws import adapter
-from tests.laws.commands import read_metrics
+from tests.laws.commands import read_metrics, start_command
 from tests.laws.texts import METHODS
 
 Workplace = Callable[..., Path]
@@ -94,38 +92,29 @@ def test_other_runs_in_two_parts(case: str, workplace: Workplace) -> None:
     assert_same_runs("parts", "whole")
 
 
-def _train_and_die(folder: str, words: list[str], step: int) -> None:
-    """Train in this process, which kills itself once a step is in the metrics."""
-    os.chdir(folder)
-    torch.set_num_threads(1)
-
-    def watch() -> None:
-        metrics = Path("torn") / "metrics.jsonl"
-        while not (metrics.exists() and f'"step": {step},' in metrics.read_text("utf-8")):
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    adlm.train(*words)
+LONG = ("steps=150", "valid.every=50", "checkpoint.every=20", "checkpoint.background=false")
 
 
-LONG = ("steps=60", "valid.every=20", "checkpoint.every=20", "checkpoint.background=false")
+def kill_in_training(method: str, place: Path, step: int) -> None:
+    """Start `adlm train` in a process of its own and kill it once a step is in its metrics."""
+    words = run_changes(method, "torn", *LONG)
+    metrics = place / "torn" / "metrics.jsonl"
+    with start_command("train", *words, cwd=place, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            if metrics.exists() and f'"step": {step},' in metrics.read_text("utf-8"):
+                process.kill()
+            time.sleep(0.002)
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])
 def test_a_killed_run_resumes_bit_for_bit(method: str, workplace: Workplace) -> None:
     """Killed somewhere between two checkpoints: the same command again ends in the same run."""
     place = workplace("recipe.yaml", "data-wrapped")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["adlm.cli.main", "torch"])
-    words = run_changes(method, "torn", *LONG)
-    process = context.Process(target=_train_and_die, args=(str(place), words, 23))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
-    links = list((place / "torn" / "checkpoints").glob("step-*"))
-    assert links, "there is nothing to resume from: the test is void"
-    assert not (place / "torn" / "checkpoints" / "step-00000060").exists()
+    kill_in_training(method, place, 23)
+    checkpoints = place / "torn" / "checkpoints"
+    assert list(checkpoints.glob("step-*")), "there is nothing to resume from: the test is void"
+    assert not (checkpoints / "step-00000150").exists(), "the run had ended: the test is void"
     train(method, "torn", *LONG)
     train(method, "straight", *LONG)
     assert_same_runs("torn", "straight")

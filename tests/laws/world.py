@@ -48,7 +48,7 @@ def _make_model(
     settings["anchor_layers"] = int(adapter.has_two_stages(method))
     if not adapter.is_causal(method):
         settings["cond_dim"] = 8
-    return adapter.make_model(method, seed=seed, **(settings | changes))
+    return adapter.make_model(method, seed=seed, **{**settings, **changes})
 
 
 def random_tokens(rows: int, length: int = 16, vocab: int = MASK, seed: int = 0) -> Tensor:
