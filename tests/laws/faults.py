@@ -128,7 +128,19 @@ FAULTS = (
                 "confidence[revealed] = 0 * probs.cpu()",
             ),
         ),
-        (SAMPLERS,),
+        (ROWS,),
+    ),
+    Fault(
+        "confidence of a token is not kept in the running batch",
+        "a row has the tokens that it has alone",
+        (
+            Patch(
+                BATCHES,
+                'self.columns["confidence"][mine] = probs.cpu()',
+                'self.columns["confidence"][mine] = 0 * probs.cpu()',
+            ),
+        ),
+        (BATCH,),
     ),
     Fault(
         "noise level of the step's end",

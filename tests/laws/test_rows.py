@@ -157,6 +157,33 @@ def test_without_remasking_a_plan_is_ancestral(name: str, compat: bool) -> None:
     assert torch.equal(one.tokens, other.tokens)
 
 
+def test_tokens_are_hidden_again_by_the_probability_of_their_last_draw() -> None:
+    """Over many rows: the shares are softmax(-probability), and follow what was drawn."""
+    table, rows = adapter.plan_table("remask_conf", steps=12), 1600
+    assert table is not None
+    before = torch.full((rows, LENGTH), MASK)
+    drawn_with = torch.zeros(before.shape, dtype=torch.float64)
+    excess = variance = 0.0
+    for frame in adapter.sample_frames(LEARNED, before, "remask_conf", {"steps": 12}, seed=9):
+        is_visible = before != MASK
+        doubt = (-drawn_with).masked_fill(~is_visible, -torch.inf).softmax(-1).nan_to_num()
+        chance = (table.remask_prob[frame.step - 1] * doubt)[is_visible]
+        is_hidden_again = (frame.changed & frame.is_hidden)[is_visible]
+        # Of the same row, tokens that were drawn with other probabilities.
+        sizes = is_visible.sum(-1, keepdim=True).clamp(min=1)
+        mean = torch.where(is_visible, drawn_with, 0.0).sum(-1, keepdim=True) / sizes
+        apart = (drawn_with - mean)[is_visible]
+        excess += float(((is_hidden_again.double() - chance) * apart).sum())
+        variance += float((chance * (1 - chance) * apart**2).sum())
+        logits = adapter.predict(LEARNED, before)[1].double()
+        logits[..., MASK] = -torch.inf
+        probs = logits.softmax(-1).gather(-1, frame.tokens[..., None])[..., 0]
+        drawn_with = torch.where(frame.changed & ~frame.is_hidden, probs, drawn_with)
+        before = frame.tokens
+    assert abs(excess) < 4 * variance**0.5
+    assert variance > 10
+
+
 @pytest.mark.parametrize("draw", [Draw(temperature=0.0), Draw(top_k=1), Draw(top_p=1e-9)])
 @pytest.mark.parametrize("name", ["confidence", "margin", "entropy_bounded"])
 def test_without_chance_the_seed_does_not_matter(name: str, draw: Draw) -> None:
