@@ -217,6 +217,20 @@ def test_the_share_that_is_hidden_is_one_minus_alpha() -> None:
         assert all(abs(float(half)) < 4 / 2000**0.5 for half in halves)
 
 
+def test_which_tokens_are_hidden_does_not_follow_from_the_time() -> None:
+    """In batches of one row, where the time is the row's own number: at every position alike."""
+    rows = 4000
+    x0 = random_tokens(rows, 6)
+    alone = torch.zeros(rows, dtype=torch.int64)
+    batch = adapter.corrupt_rows(x0, MASK, seed=1, step=3, index=alone, total=1)
+    expected = (1 - adapter.make_schedule("loglinear").alpha(batch.t.double()))[:, None]
+    assert 0.45 < float(batch.t.mean()) < 0.55
+    residual = (batch.xt == MASK).double() - expected
+    for weight in (torch.ones(rows, 1), (batch.t - 0.5)[:, None]):
+        error = (expected * (1 - expected) * weight**2).sum().sqrt()
+        assert ((residual * weight).sum(0).abs() < 4 * error).all()
+
+
 def test_a_steps_noise_is_its_own() -> None:
     """Other seeds, steps and row numbers hide other tokens."""
     x0 = random_tokens(6)
