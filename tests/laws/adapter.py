@@ -11,12 +11,11 @@ from torch import Tensor
 
 import adlm
 from adlm import LM, LanguageModel
-from adlm.checkpoint import LoadedModel
 from adlm.convert import map_names
 from adlm.data.batches import TensorRows
 from adlm.data.tokenizers import load_tokenizer
 from adlm.diffusion import denoising, schedules
-from adlm.diffusion.anchors import anchor_weight, apply_scope
+from adlm.diffusion.anchors import anchor_weight, apply_scope, build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams, TokenLimits, draw
 from adlm.diffusion.masking import (
     ForwardProcess,
@@ -26,12 +25,15 @@ from adlm.diffusion.masking import (
     shift_tokens,
     stratify_times,
 )
-from adlm.diffusion.objectives import training_loss
+from adlm.diffusion.objectives import MaskedDiffusion, ScoreEntropy, training_loss
 from adlm.diffusion.plans import Plan, dfm_step
 from adlm.diffusion.rng import philox
+from adlm.diffusion.samplers import SAMPLERS, build_sampler
+from adlm.diffusion.schedules import build_schedule
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import NllEstimate, estimate_nll, estimate_order_nll
-from adlm.methods import METHODS, build_anchor_rule, build_config, build_sampler, build_schedule
+from adlm.models.folder import LoadedModel
+from adlm.models.methods import METHODS, build_config
 from adlm.serve.batches import CausalBatch, MaskedBatch, Row
 from adlm.text.lm import denoise_rows
 from adlm.text.templates import classify_tokens
@@ -167,8 +169,6 @@ class Frame:
 
 def sampler_names() -> list[str]:
     """Return the names of all samplers of masked models."""
-    from adlm.methods import SAMPLERS
-
     return list(SAMPLERS)
 
 
@@ -409,7 +409,10 @@ def compute_loss(
     is_score_entropy: bool = False,
 ) -> Loss:
     """Compute a model's loss on a batch; gamma is the weight of the anchor term."""
-    loss = training_loss(model, batch.raw, anchor_weight=gamma, score_entropy=is_score_entropy)
+    if is_score_entropy:
+        loss = ScoreEntropy(ForwardProcess(model.config.mask_id)).bound(model, batch.raw)
+    else:
+        loss = training_loss(model, batch.raw, anchor_weight=gamma)
     return Loss(loss.total, loss.nll.detach(), loss.anchor.detach(), loss.row_nll)
 
 
@@ -433,16 +436,19 @@ def row_nats(
     *,
     lengths: Tensor | None = None,
     order: str | None = None,
+    steps: int | None = None,
     **options: Any,
 ) -> NllEstimate:
     """Estimate the nats of rows (n, L): `nll`, `stderr`, `noise_stderr`, `tokens`, `row_nats`.
 
-    Options are batch, draws, seed, given_tokens, documents and, without an order, steps,
-    max_rows and score_entropy. Both likelihood and bound are sums over rows.
+    Options are batch, draws, seed, given_tokens, documents and, without an order, max_rows; `steps`
+    are those of the bound of discrete time. Both likelihood and bound are sums over rows.
     """
     dataset = TensorRows(rows, lengths)
     if order is not None:
         return estimate_order_nll(model, dataset, order, **options)
+    if steps is not None:
+        options["objective"] = MaskedDiffusion(ForwardProcess(model.config.mask_id, steps=steps))
     return estimate_nll(model, dataset, **options)
 
 
