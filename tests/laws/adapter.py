@@ -465,20 +465,20 @@ def plan_texts(
 ) -> Any:
     """Check what is to be generated; `options` are those that only the sampler takes."""
     if template is not None:
-        return lm.build_request(template=template, **settings, **(options or {}))
-    return lm.build_request(prompt or "", **settings, **(options or {}))
+        return lm.build_request(template=template, options=options, **settings)
+    return lm.build_request(prompt or "", options=options, **settings)
 
 
 def generate(
     lm: LM, prompt: str | Sequence[str] = "", *, options: Options | None = None, **settings: Any
 ) -> Any:
     """Generate texts: a list of them with `nfe_each` and `settings`."""
-    return lm.generate(prompt, **settings, **(options or {}))
+    return lm.generate(prompt, options=options, **settings)
 
 
 def infill(lm: LM, template: Any, *, options: Options | None = None, **settings: Any) -> Any:
     """Fill the holes of templates: a list of texts with `nfe_each` and `settings`."""
-    return lm.infill(template, **settings, **(options or {}))
+    return lm.infill(template, options=options, **settings)
 
 
 def fills(output: Any) -> list[list[str]]:
@@ -504,7 +504,7 @@ def stream(
     **settings: Any,
 ) -> list[Shown]:
     """Return all steps of a stream of `generate` or, with a template, of `infill`."""
-    steps = lm.stream(prompt, template=template, **settings, **(options or {}))
+    steps = lm.stream(prompt, template=template, options=options, **settings)
     return [Shown(each.texts, each.nfe, each.frame.tokens.tolist()) for each in steps]
 
 
