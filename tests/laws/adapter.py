@@ -486,6 +486,11 @@ def fills(output: Any) -> list[list[str]]:
     return [[text for text, is_given in row.pieces if not is_given] for row in output.rows]
 
 
+def body_options(options: Options) -> dict[str, Any]:
+    """Return how the body of a request has a sampler's own options."""
+    return {"options": dict(options)}
+
+
 @dataclass(frozen=True)
 class Shown:
     """What a stream shows after a step: texts with blocks for hidden tokens, and evaluations."""
