@@ -14,9 +14,9 @@ from adlm import LM, LanguageModel
 from adlm.convert import map_names
 from adlm.data.batches import TensorRows
 from adlm.data.tokenizers import load_tokenizer
-from adlm.diffusion import denoising, schedules
+from adlm.diffusion import schedules
 from adlm.diffusion.anchors import anchor_weight, apply_scope, build_anchor_rule
-from adlm.diffusion.categorical import SamplingParams, TokenLimits, draw
+from adlm.diffusion.categorical import SamplingParams, draw
 from adlm.diffusion.masking import (
     ForwardProcess,
     NoisyBatch,
@@ -28,14 +28,15 @@ from adlm.diffusion.masking import (
 from adlm.diffusion.objectives import MaskedDiffusion, ScoreEntropy, training_loss
 from adlm.diffusion.plans import Plan, dfm_step
 from adlm.diffusion.rng import philox
-from adlm.diffusion.samplers import SAMPLERS, build_sampler
+from adlm.diffusion.samplers import SAMPLERS, LeftToRight, RemaskByConfidence, build_sampler
+from adlm.diffusion.sampling import Row, sample, sample_together
+from adlm.diffusion.sampling import RunningBatch as Batching
 from adlm.diffusion.schedules import build_schedule
-from adlm.generate import compile_for_sampling, stream_tokens
-from adlm.likelihood import NllEstimate, estimate_nll, estimate_order_nll
+from adlm.likelihood import NllEstimate, estimate_nll
+from adlm.models import evaluator
 from adlm.models.folder import LoadedModel
 from adlm.models.methods import METHODS, build_config
-from adlm.serve.batches import CausalBatch, MaskedBatch, Row
-from adlm.text.lm import denoise_rows
+from adlm.text.generation import TextRow
 from adlm.text.templates import classify_tokens
 
 Options = Mapping[str, Any]
@@ -174,7 +175,9 @@ def sampler_names() -> list[str]:
 
 def plan_table(name: str, **options: Any) -> Table | None:
     """Return the table of a sampler that is a plan; None for the others."""
-    plan = build_sampler(name, **options)
+    sampler = build_sampler(name, **options)
+    is_by_confidence = isinstance(sampler, RemaskByConfidence)
+    plan = sampler.plan if isinstance(sampler, RemaskByConfidence) else sampler
     if not isinstance(plan, Plan):
         return None
     return Table(
@@ -184,7 +187,7 @@ def plan_table(name: str, **options: Any) -> Table | None:
         plan.remask_prob,
         torch.stack([step.reveal_prob for step in plan]),
         plan.noise_level,
-        plan.by_confidence,
+        is_by_confidence,
         plan.nucleus,
         plan.fill_argmax,
     )
@@ -213,35 +216,57 @@ def sample_frames(
 
     `rows` are the rows' own numbers, `banned` (B, L, V) the tokens that may not stand somewhere.
     """
-    limits = None
+    how = LeftToRight() if sampler is None else build_sampler(sampler, **(options or {}))
+    sampling = SamplingParams(**vars(draw or Draw()))
+    shared: dict[str, Any] = {"seed": seed, "block": block, "sampling": sampling}
+    kinds = None
     if banned is not None:
-        kinds, kind = banned.flatten(0, 1).unique(dim=0, return_inverse=True)
-        limits = TokenLimits(kind.view(xt.shape), kinds)
-    frames = stream_tokens(
-        compile_for_sampling(model),
-        xt,
-        None if sampler is None else build_sampler(sampler, **(options or {})),
-        seed=seed,
-        rows=rows,
-        sampling=None if draw is None else SamplingParams(**vars(draw)),
-        is_fixed=is_fixed,
-        valid=valid,
-        limits=limits,
-        block=block,
-    )
-    for frame in frames:
-        yield Frame(frame.step, frame.tokens, frame.is_masked, frame.changed, frame.nfe)
+        banned, kinds = banned.flatten(0, 1).unique(dim=0, return_inverse=True)
+        kinds = kinds.view(xt.shape)
+    numbers = range(len(xt)) if rows is None else rows.tolist()
+    lengths = [xt.shape[1]] * len(xt) if valid is None else valid.sum(-1).tolist()
+    texts = []
+    for k, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+        own = dict(shared, number=number)
+        if is_fixed is not None:
+            own["is_fixed"] = is_fixed[k, :length]
+        if kinds is not None:
+            own["kinds"] = kinds[k, :length]
+        texts.append(Row(xt[k, :length], how, **own))
+    if valid is not None:
+        texts.append(_make_longer_row(model, xt.shape[1], how, shared))
+    frames = sample_together(evaluator.build_evaluator(model), texts, banned=banned)
+    next(frames)  # before the first step
+    for step, frame in enumerate(frames, start=1):
+        tokens, is_hidden, changed = xt.clone(), *torch.zeros(2, *xt.shape, dtype=torch.bool)
+        for k, length in enumerate(lengths):
+            tokens[k, :length] = frame.tokens[k, :length]
+            is_hidden[k, :length] = frame.is_hidden[k, :length]
+            changed[k, :length] = frame.changed[k, :length]
+        yield Frame(step, tokens, is_hidden, changed, torch.tensor(frame.nfe[: len(xt)]))
+        if all(frame.is_done[: len(xt)]):
+            break
+
+
+def _make_longer_row(
+    model: LanguageModel, length: int, sampler: Any, settings: dict[str, Any]
+) -> Row:
+    """Make a row of which nearly all is hidden: in a batch with it, shorter ones are padded."""
+    mask_id = model.config.mask_id
+    tokens = torch.full((length,), 0 if model.config.is_causal or mask_id is None else mask_id)
+    tokens[0] = 0
+    return Row(tokens, sampler, torch.arange(length) == 0, every_step=True, **settings)
 
 
 @contextmanager
 def small_vocabulary() -> Iterator[None]:
     """A context for worlds of few tokens, in which more rows of logits fit into memory."""
-    usual = denoising.MAX_LOGIT_ROWS["cpu"]
-    denoising.MAX_LOGIT_ROWS["cpu"] = 4096
+    usual = evaluator.MAX_LOGIT_ROWS["cpu"]
+    evaluator.MAX_LOGIT_ROWS["cpu"] = 4096
     try:
         yield
     finally:
-        denoising.MAX_LOGIT_ROWS["cpu"] = usual
+        evaluator.MAX_LOGIT_ROWS["cpu"] = usual
 
 
 def draw_tokens(logits: Tensor, u: Tensor, how: Draw) -> tuple[Tensor, Tensor]:
@@ -444,12 +469,10 @@ def row_nats(
     Options are batch, draws, seed, given_tokens, documents and, without an order, max_rows; `steps`
     are those of the bound of discrete time. Both likelihood and bound are sums over rows.
     """
-    dataset = TensorRows(rows, lengths)
-    if order is not None:
-        return estimate_order_nll(model, dataset, order, **options)
+    objective = None
     if steps is not None:
-        options["objective"] = MaskedDiffusion(ForwardProcess(model.config.mask_id, steps=steps))
-    return estimate_nll(model, dataset, **options)
+        objective = MaskedDiffusion(ForwardProcess(model.config.mask_id, steps=steps))
+    return estimate_nll(model, TensorRows(rows, lengths), objective, order=order, **options)
 
 
 # Texts
@@ -552,9 +575,10 @@ class Progress:
 def sample_alone(lm: LM, plan: Any) -> list[Outcome]:
     """Sample every row of `plan_texts` in a batch of its own."""
     outcomes = []
-    for row in plan.rows:
-        *_, frame = denoise_rows(lm.predictor, plan, [row])
-        outcomes.append(Outcome(frame.tokens[0].tolist(), int(frame.nfe[0]), frame.step))
+    for row in plan.build_rows():
+        for _ in sample(lm.evaluator, [row], banned=classify_tokens(lm.tokenizer).banned):
+            pass
+        outcomes.append(Outcome(row.ids, row.nfe, row.steps))
     return outcomes
 
 
@@ -562,9 +586,8 @@ class RunningBatch:
     """A batch of a model; rows join and leave between two steps. A row is done in its last step."""
 
     def __init__(self, lm: LM) -> None:
-        is_causal_model = lm.model.config.is_causal
-        self._batch = (CausalBatch if is_causal_model else MaskedBatch)(lm.predictor)
-        self._numbers: dict[Row, int] = {}
+        self._batch = Batching[TextRow](lm.evaluator, banned=classify_tokens(lm.tokenizer).banned)
+        self._numbers: dict[TextRow, int] = {}
 
     @property
     def rows(self) -> list[int]:
@@ -575,28 +598,23 @@ class RunningBatch:
         """Let rows join: each a number of its own, what `plan_texts` returned, its place there."""
         joining = []
         for number, plan, place in rows:
-            layout, own_number = plan.rows[place]
-            row = Row(layout, plan, own_number)
+            row = plan.build_rows()[place]
             self._numbers[row] = number
             joining.append(row)
         self._batch.join(joining)
 
     def leave(self, rows: Sequence[int]) -> None:
         """Let rows leave before they are done."""
-        gone = [self._numbers[row] in rows for row in self._batch.rows]
-        self._batch.keep(~torch.tensor(gone))
+        self._batch.leave([row for row in self._batch.rows if self._numbers[row] in rows])
 
     def step(self) -> list[Progress]:
         """Take a step of all rows; those that are done leave."""
-        present, result = self._batch.rows, self._batch.step()
+        frame = self._batch.step()
         progress = []
-        for i, row in enumerate(present):
-            ids = result.tokens[i, : len(row.layout)].tolist()
-            numbers = (result.settled, result.is_done, result.nfe, result.step)
-            settled, is_done, nfe, steps = (int(each[i]) for each in numbers)
-            progress.append(Progress(self._numbers[row], ids, settled, bool(is_done), nfe, steps))
-        if bool(result.is_done.any()):
-            self._batch.keep(~result.is_done)
+        for i, row in enumerate(frame.rows):
+            ids = frame.tokens[i, : len(row.layout)].tolist()
+            numbers = frame.settled[i], frame.is_done[i], frame.nfe[i], frame.step[i]
+            progress.append(Progress(self._numbers[row], ids, *numbers))
         return progress
 
 
