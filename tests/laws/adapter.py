@@ -237,14 +237,14 @@ def sample_frames(
         texts.append(_make_longer_row(model, xt.shape[1], how, shared))
     frames = sample_together(evaluator.build_evaluator(model), texts, banned=banned)
     next(frames)  # before the first step
+    count = len(xt)
     for step, frame in enumerate(frames, start=1):
-        tokens, is_hidden, changed = xt.clone(), *torch.zeros(2, *xt.shape, dtype=torch.bool)
-        for k, length in enumerate(lengths):
-            tokens[k, :length] = frame.tokens[k, :length]
-            is_hidden[k, :length] = frame.is_hidden[k, :length]
-            changed[k, :length] = frame.changed[k, :length]
-        yield Frame(step, tokens, is_hidden, changed, torch.tensor(frame.nfe[: len(xt)]))
-        if all(frame.is_done[: len(xt)]):
+        tokens = frame.tokens[:count]
+        if valid is not None:
+            tokens = torch.where(valid, tokens, xt)
+        nfe = torch.tensor(frame.nfe[:count])
+        yield Frame(step, tokens, frame.is_hidden[:count], frame.changed[:count], nfe)
+        if all(frame.is_done[:count]):
             break
 
 
