@@ -1,5 +1,6 @@
 """The one file of the laws that knows the package's modules. Names and meanings here are stable."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -260,12 +261,18 @@ def _make_longer_row(
 
 @contextmanager
 def small_vocabulary() -> Iterator[None]:
-    """A context for worlds of few tokens, in which more rows of logits fit into memory."""
+    """A context for worlds of few tokens, in which more rows of logits fit into memory.
+
+    There are many rows, each with objects of its own: the collector would look for cycles among
+    them again and again, a third of the time.
+    """
     usual = evaluator.MAX_LOGIT_ROWS["cpu"]
     evaluator.MAX_LOGIT_ROWS["cpu"] = 4096
+    gc.disable()
     try:
         yield
     finally:
+        gc.enable()
         evaluator.MAX_LOGIT_ROWS["cpu"] = usual
 
 
