@@ -151,7 +151,8 @@ def _loss_of_any_head(
     """Compute the loss of a head that is any function of features (N, dim); the backward computes logits again."""
 
     def compute_loss(x: Tensor, target: Tensor) -> Tensor:
-        logits = head(x).float()
+        logits = head(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if without is not None:
             is_ruled_out = torch.arange(logits.shape[-1], device=logits.device) == without
             logits = logits.masked_fill(is_ruled_out, -torch.inf)

@@ -14,6 +14,8 @@ from tests.training.runs import arguments, assert_close, run, run_jobs, shelf, t
 
 # Adam divides by the size of a gradient: where that is rounding alone, eps keeps it so.
 STEADY = ("optimizer.eps=1e-5",)
+# Of the transformer in the tiny recipe.
+OWN_KEYS = ("preset", "dim", "heads", "anchor_layers", "denoiser_layers", "dropout")
 SHAPES: dict[str, tuple[str, ...]] = {
     "full": (),
     "padded": (),
@@ -23,11 +25,23 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "causal": ("method=a2r",),
     "one stage": ("method=mdlm", "model.anchor_layers=null", "ema=null"),
     "score entropy": ("method=sedd", "model.anchor_layers=null"),
+    "own network": (
+        *(f"model.{key}=null" for key in OWN_KEYS),
+        "model.network=tests.models.networks:TwoStages",
+        "model.options={dim: 32}",
+        "parallel.checkpoint_activations=true",
+    ),
+    "own buffers": (
+        *(f"model.{key}=null" for key in OWN_KEYS),
+        "model.network=tests.models.networks:Odd",
+        "ema=null",
+    ),
     "halves": (
         "log.every=5",
     ),  # the first five steps end with a record, as they do when they are all
 }
 TWO = [("full", "ddp"), ("full", "fsdp"), ("padded", "ddp"), ("padded pieces", "fsdp")]
+TWO += [("own network", "ddp"), ("own network", "fsdp"), ("own buffers", "fsdp")]
 TWO += [("no anchor weight", "ddp"), ("causal", "fsdp"), ("one stage", "ddp")]
 REFUSED = {  # kind, changes, the error
     "muon": ("fsdp", "optimizer.name=muon", "optimizer.name=muon needs whole matrices"),
