@@ -52,9 +52,10 @@ class FirstHitting(Sampler):
         (scores,), (other,) = view.rng.pairs(0, 1, is_hidden.shape[1], Purpose.ORDER)
         hidden = is_hidden.sum(-1).clamp(min=1)
         time = view.columns["time"] * other[:, 0] ** (1 / hidden)
-        _, rank = rank_positions(scores, is_hidden)
+        best = scores.masked_fill(~is_hidden, -torch.inf).argmax(-1, keepdim=True)
+        reveal = torch.zeros_like(is_hidden).scatter_(-1, best, True)
         return Move(
-            reveal=(rank < 1) & is_hidden,
+            reveal=reveal & is_hidden,
             noise_level=mean_noise_level(time),
             columns={"time": time},
         )

@@ -284,24 +284,23 @@ def list_changes(
     """
     levels = plan.noise_level.tolist()
     hides_until = count_hiding_steps(plan)
+    hides_from = int((plan.remask_prob > 0).long().argmax()) if hides_until else 0
     hidden = is_hidden.copy()
     step = 0
     is_last = False
     while step < len(plan):
-        last = len(plan)
-        if step < hides_until:
-            last = hides_until
-        else:  # what is visible stays
+        if step >= hides_until:  # what is visible stays
             free = free[hidden]
             hidden = hidden[hidden]
+        end = next((x for x in (hides_from, hides_until) if x > step), len(plan))
         ahead = max(1, MAX_NUMBERS // max(1, len(free)))
-        steps = torch.arange(step, min(last, step + ahead))
+        steps = torch.arange(step, min(end, step + ahead))
         clock = (block * MAX_BLOCK_STEPS + steps)[:, None]
         key = torch.tensor(seed), torch.tensor(number)
         u, u_token = uniform_pair(*key, clock, torch.from_numpy(free), Purpose.SAMPLE)
         transition = plan[steps[:, None]]
         may_reveal = (u < transition.reveal_prob).numpy()
-        if step < hides_until:
+        if hides_from <= step < hides_until:
             may_hide = (u < transition.remask_prob).numpy()
             found = find_changes(may_reveal, may_hide, hidden)
         else:
@@ -329,12 +328,12 @@ def find_changes(
 
 
 def find_reveals(may_reveal: Flags, hidden: Flags) -> Iterator[tuple[int, Positions, Positions]]:
-    """Yield each of K steps (K, F) that reveals something, where all is hidden and nothing is hidden again."""
-    revealed = np.flatnonzero(np.any(may_reveal, axis=0))
+    """Yield each of K steps (K, F) that reveals something, where nothing is hidden again; update `hidden`."""
+    revealed = np.flatnonzero(np.any(may_reveal, axis=0) & hidden)
     if not len(revealed):
         return
     hidden[revealed] = False
-    first = may_reveal.argmax(0)[revealed]  # the step of each
+    first = may_reveal[:, revealed].argmax(0)  # the step of each
     order = first.argsort(kind="stable")
     steps, starts = np.unique(first[order], return_index=True)
     for k, part in zip(steps.tolist(), np.split(revealed[order], starts[1:]), strict=True):
@@ -344,7 +343,9 @@ def find_reveals(may_reveal: Flags, hidden: Flags) -> Iterator[tuple[int, Positi
 class Slot:
     """A row in the batch, and where it stands."""
 
-    def __init__(self, row: Row, mask_id: int | None) -> None:
+    def __init__(
+        self, row: Row, mask_id: int | None, params: dict[SamplingParams, SamplingParams]
+    ) -> None:
         self.row = row
         self.tokens = row.tokens.to("cpu", torch.int64).contiguous()
         length = len(self.tokens)
@@ -369,9 +370,10 @@ class Slot:
         self.is_hidden: Flags = is_hidden.numpy().copy()  # (L,)
         self.is_free: Flags = np.zeros(length, bool)  # (L,): positions of the block
         self.last_prob: Numbers = np.zeros(length)
-        self.sampling, last_sampling = choose_sampling(row.sampler, row.sampling)
-        self.last_sampling = row.last_sampling or last_sampling
-        self.first_sampling = self.sampling
+        sampling, last_sampling = choose_sampling(row.sampler, row.sampling)
+        last_sampling = row.last_sampling or last_sampling
+        self.first_sampling = params.setdefault(sampling, sampling)
+        self.last_sampling = params.setdefault(last_sampling, last_sampling)
         self.hides_until = count_hiding_steps(row.sampler)
         self.block_at = number_blocks(length, row.block, is_fixed.numpy())
         may_hide = isinstance(row.sampler, Plan) or self.hides_until > 0
@@ -497,6 +499,7 @@ class RunningBatch(Generic[R]):
         self.device = evaluator.device
         self.banned = None if banned is None else check_banned(banned).to(self.device)
         self.slots: list[Slot] = []
+        self.params: dict[SamplingParams, SamplingParams] = {}  # one object for equal ones
         self.rows: list[R] = []
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=self.device)  # (B, L)
         self.kinds = self.tokens  # (B, L)
@@ -516,7 +519,7 @@ class RunningBatch(Generic[R]):
                 raise ValueError(
                     f"a row has {len(row.tokens)} tokens, this model's rows at most {limit}: shorten it"
                 )
-        slots = [Slot(row, self.evaluator.mask_id) for row in added]
+        slots = [Slot(row, self.evaluator.mask_id, self.params) for row in added]
         kinds = [torch.zeros_like(x.tokens) if x.row.kinds is None else x.row.kinds for x in slots]
         width = max(self.tokens.shape[1], max(len(slot.tokens) for slot in slots))
         self.rows = [*self.rows, *added]
@@ -718,11 +721,13 @@ class RunningBatch(Generic[R]):
         self._make_numbers(revealing)
         together: dict[tuple[Any, ...], list[int]] = {}
         for i in revealing:
-            row, sampling = self.rows[i], self.slots[i].sampling
-            key = (sampling, row.top_logprobs is not None, row if row.draw is not None else None)
+            row = self.rows[i]
+            alone = row if row.draw is not None else None
+            key = (id(self.slots[i].sampling), row.top_logprobs is not None, alone)
             together.setdefault(key, []).append(i)
         drawn = []
-        for (sampling, has_logprobs, row), members in together.items():
+        for (_, has_logprobs, row), members in together.items():
+            sampling = self.slots[members[0]].sampling
             targets = Targets.collect({i: changes[i].reveal for i in members})
             u = np.concatenate([changes[i].u for i in members])
             if row is not None:
