@@ -16,7 +16,7 @@ the block, position), so a text does not depend on the rows that are sampled wit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress, pairwise
+from itertools import chain, compress, pairwise
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -45,6 +45,7 @@ Positions = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
 NOTHING: Positions = np.empty(0, np.int64)
+USUAL_SAMPLING = SamplingParams()
 
 ScoreFn = Callable[[Tensor], Tensor]  # logits (N, V) -> (N,)
 
@@ -154,7 +155,7 @@ class Row:
     seed: int = 0
     number: int = 0  # its random numbers are those of (seed, number)
     block: int | None = None  # positions of a block; None: one block
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = USUAL_SAMPLING
     last_sampling: SamplingParams | None = None  # of what a sampler leaves hidden; None: as it says
     kinds: Tensor | None = None  # (L,): the kind of each position, which says what is banned there
     draw: JointDraw | None = None  # None: each token by itself
@@ -283,61 +284,70 @@ def list_changes(
     left out, except for the last.
     """
     levels = plan.noise_level.tolist()
+    last_step = len(levels) - 1
     hides_until = count_hiding_steps(plan)
     hides_from = int((plan.remask_prob > 0).long().argmax()) if hides_until else 0
     hidden = is_hidden.copy()
     step = 0
     is_last = False
-    while step < len(plan):
+    while step <= last_step:
         if step >= hides_until:  # what is visible stays
             free = free[hidden]
             hidden = hidden[hidden]
-        end = next((x for x in (hides_from, hides_until) if x > step), len(plan))
-        ahead = max(1, MAX_NUMBERS // max(1, len(free)))
-        steps = torch.arange(step, min(end, step + ahead))
+        end = min(last_step + 1, step + max(1, MAX_NUMBERS // max(1, len(free))))
+        steps = torch.arange(step, end)
         clock = (block * MAX_BLOCK_STEPS + steps)[:, None]
         key = torch.tensor(seed), torch.tensor(number)
         u, u_token = uniform_pair(*key, clock, torch.from_numpy(free), Purpose.SAMPLE)
         transition = plan[steps[:, None]]
         may_reveal = (u < transition.reveal_prob).numpy()
-        if hides_from <= step < hides_until:
-            may_hide = (u < transition.remask_prob).numpy()
-            found = find_changes(may_reveal, may_hide, hidden)
-        else:
-            found = find_reveals(may_reveal, hidden)
+        may_hide = (u < transition.remask_prob).numpy()
         numbers = u_token.numpy()
+
+        first, last = (min(max(x, step), end) - step for x in (hides_from, hides_until))
+        found = chain(
+            find_reveals(may_reveal[:first], hidden, 0),
+            find_changes(may_reveal[:last], may_hide[:last], hidden, first),
+            find_reveals(may_reveal[last:], hidden, last),
+        )
         for k, reveal, hide in found:
             now = step + k
-            is_last = now == len(plan) - 1
+            is_last = now == last_step
             yield Change(now, free[reveal], free[hide], numbers[k, reveal], levels[now], is_last)
-        step += len(steps)
+        step = end
     if not is_last:
-        yield Change(len(plan) - 1, NOTHING, NOTHING, None, levels[-1], is_last=True)
+        yield Change(last_step, NOTHING, NOTHING, None, levels[-1], is_last=True)
 
 
 def find_changes(
-    may_reveal: Flags, may_hide: Flags, hidden: Flags
+    may_reveal: Flags, may_hide: Flags, hidden: Flags, start: int
 ) -> Iterator[tuple[int, Positions, Positions]]:
-    """Yield each of K steps (K, F) that changes something, what it reveals and what it hides; update `hidden`."""
-    for k in range(len(may_reveal)):
-        changed = np.flatnonzero(np.where(hidden, may_reveal[k], may_hide[k]))
+    """Yield each step (K, F) from `start` that changes something, what it reveals and hides; update `hidden`."""
+    for k in range(start, len(may_reveal)):
+        is_changed: Flags = np.where(hidden, may_reveal[k], may_hide[k])
+        changed = is_changed.nonzero()[0]
         if len(changed):
             was_hidden = hidden[changed]
             hidden[changed] = ~was_hidden
             yield k, changed[was_hidden], changed[~was_hidden]
 
 
-def find_reveals(may_reveal: Flags, hidden: Flags) -> Iterator[tuple[int, Positions, Positions]]:
-    """Yield each of K steps (K, F) that reveals something, where nothing is hidden again; update `hidden`."""
-    revealed = np.flatnonzero(np.any(may_reveal, axis=0) & hidden)
+def find_reveals(
+    may_reveal: Flags, hidden: Flags, start: int
+) -> Iterator[tuple[int, Positions, Positions]]:
+    """Yield each step (K, F), the first being `start`, that reveals something and hides nothing; update `hidden`."""
+    is_revealed: Flags = may_reveal.any(0) & hidden
+    revealed = is_revealed.nonzero()[0]
     if not len(revealed):
         return
     hidden[revealed] = False
     first = may_reveal[:, revealed].argmax(0)  # the step of each
     order = first.argsort(kind="stable")
     steps, starts = np.unique(first[order], return_index=True)
-    for k, part in zip(steps.tolist(), np.split(revealed[order], starts[1:]), strict=True):
-        yield k, part, NOTHING
+    revealed = revealed[order]
+    ends = [*starts.tolist(), len(revealed)]
+    for k, (begin, end) in zip(steps.tolist(), pairwise(ends), strict=True):
+        yield start + k, revealed[begin:end], NOTHING
 
 
 class Slot:
@@ -394,13 +404,6 @@ class Slot:
         """The hidden positions of the block."""
         return (self.is_hidden & self.is_free).nonzero()[0]
 
-    @property
-    def first_open(self) -> int:
-        """The first position that may be hidden again."""
-        if not self.hides_until:
-            return len(self.is_hidden)
-        return self.block_end if self.step >= self.hides_until else self.block_start
-
     def enter_block(self) -> None:
         """Begin the next block; a row without one has a single frame."""
         row = self.row
@@ -408,8 +411,13 @@ class Slot:
         self.is_free[:] = self.block_at == self.block
         free = self.is_free.nonzero()[0]
         later = (self.block_at > self.block).nonzero()[0]
-        self.block_start = int(free[0]) if len(free) else len(self.is_free)
-        self.block_end = int(later[0]) if len(later) else len(self.is_free)
+        length = len(self.is_free)
+        self.block_end = length
+        if self.hides_until and len(later):
+            self.block_end = int(later[0])
+        self.first_open = length  # the first position that may be hidden again
+        if self.hides_until and len(free):
+            self.first_open = int(free[0])
         self.sampling = self.first_sampling
         self.step = 0
         self.first_hidden = len(self.hidden)
@@ -799,6 +807,8 @@ class RunningBatch(Generic[R]):
         for slot in self.slots:
             slot.step += 1
             slot.frames += 1
+            if slot.step >= slot.hides_until:
+                slot.first_open = slot.block_end
         is_hidden = self.is_hidden.copy()
         frame = Frame(
             rows=self.rows,
