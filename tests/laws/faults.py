@@ -72,20 +72,31 @@ ORDERS = "adlm/diffusion/orders.py"
 CATEGORICAL = "adlm/diffusion/categorical.py"
 RNG = "adlm/diffusion/rng.py"
 DENOISING = "adlm/diffusion/denoising.py"
+SAMPLING = "adlm/diffusion/sampling.py"
+NAMED = "adlm/diffusion/samplers.py"
 MASKING = "adlm/diffusion/masking.py"
 OBJECTIVES = "adlm/diffusion/objectives.py"
 SCHEDULES = "adlm/diffusion/schedules.py"
 ANCHORS = "adlm/diffusion/anchors.py"
 BATCHES = "adlm/serve/batches.py"
 MODEL = "adlm/models/language_model.py"
+EVALUATOR = "adlm/models/evaluator.py"
 LIKELIHOOD = "adlm/likelihood.py"
 LOOP = "adlm/training/loop.py"
+TRAIN = "adlm/training/train.py"
 
 FAULTS = (
     Fault(
         "wrong sigma of cap",
         "the remasking family is its table",
-        (Patch(PLANS, ".clamp(max=eta), compat)", ".clamp(max=2 * eta), compat)"),),
+        (
+            Patch(PLANS, ".clamp(max=eta), compat)", ".clamp(max=2 * eta), compat)"),
+            Patch(
+                PLANS,
+                "max_remask_prob(1 - t, 1 - s).clamp(max=eta), compat",
+                "max_remask_prob(1 - t, 1 - s).clamp(max=2 * eta), compat",
+            ),
+        ),
         (SAMPLERS,),
     ),
     Fault(
@@ -127,6 +138,11 @@ FAULTS = (
                 "confidence[revealed] = probs.cpu()",
                 "confidence[revealed] = 0 * probs.cpu()",
             ),
+            Patch(
+                SAMPLING,
+                "self.last_prob[row, position] = each.probs",
+                "self.last_prob[row, position] = 0 * each.probs",
+            ),
         ),
         (ROWS,),
     ),
@@ -138,6 +154,11 @@ FAULTS = (
                 BATCHES,
                 'self.columns["confidence"][mine] = probs.cpu()',
                 'self.columns["confidence"][mine] = 0 * probs.cpu()',
+            ),
+            Patch(
+                SAMPLING,
+                "own[:] = getattr(slot, name)",
+                'own[:] = 0 if name == "last_prob" else getattr(slot, name)',
             ),
         ),
         (BATCH,),
@@ -163,6 +184,11 @@ FAULTS = (
                 "return sampling, replace(sampling, temperature=0.0)",
                 "return sampling, sampling",
             ),
+            Patch(
+                SAMPLING,
+                "return sampling, replace(sampling, temperature=0.0)",
+                "return sampling, sampling",
+            ),
         ),
         (SAMPLERS,),
     ),
@@ -175,6 +201,9 @@ FAULTS = (
                 "lambda logits: logits.softmax(-1).amax(-1)",
                 "lambda logits: -logits.softmax(-1).amax(-1)",
             ),
+            Patch(
+                NAMED, "return logits.softmax(-1).amax(-1)", "return -logits.softmax(-1).amax(-1)"
+            ),
         ),
         (SAMPLERS, ROWS),
     ),
@@ -186,6 +215,11 @@ FAULTS = (
                 ORDERS,
                 "entropies.cumsum(-1) - entropies <= order.entropy_bound",
                 "entropies.cumsum(-1) <= order.entropy_bound",
+            ),
+            Patch(
+                NAMED,
+                "fits = entropies.cumsum(-1) - entropies <= view",
+                "fits = entropies.cumsum(-1) <= view",
             ),
         ),
         (SAMPLERS,),
@@ -241,6 +275,7 @@ FAULTS = (
                 "bias[self.config.mask_id] = -torch.inf",
                 "bias[self.config.mask_id] += 0",
             ),
+            Patch(EVALUATOR, "        bias[mask_id] = -torch.inf", "        bias[mask_id] += 0"),
         ),
         (SAMPLERS,),
     ),
@@ -259,6 +294,11 @@ FAULTS = (
                 "return logits.masked_fill(banned, -torch.inf)",
                 "return logits.masked_fill(banned, -1.0)",
             ),
+            Patch(
+                SAMPLING,
+                "logits = logits.masked_fill(banned, -torch.inf)",
+                "logits = logits.masked_fill(banned, -1.0)",
+            ),
         ),
         (SAMPLERS, TEXTS),
     ),
@@ -270,6 +310,9 @@ FAULTS = (
                 RNG,
                 "uniform_pair(seed, self.rows[:, None], when",
                 "uniform_pair(seed, torch.arange(len(self.rows))[:, None], when",
+            ),
+            Patch(
+                RNG, "row = self.rows.numpy()[:, None]", "row = np.arange(len(self.rows))[:, None]"
             ),
         ),
         (ROWS, LOSSES),
@@ -283,13 +326,25 @@ FAULTS = (
                 '* denoising.MAX_BLOCK_STEPS + columns["step"]',
                 "* denoising.MAX_BLOCK_STEPS",
             ),
+            Patch(
+                SAMPLING,
+                "x.row.seed, x.row.number, x.clock) for x in slots]",
+                "x.row.seed, x.row.number, slots[0].clock) for x in slots]",
+            ),
         ),
         (BATCH,),
     ),
     Fault(
         "settled too early",
         "what is settled does not change",
-        (Patch(BATCHES, "remask_end = 1 + max(", "remask_end = -3 + max("),),
+        (
+            Patch(BATCHES, "remask_end = 1 + max(", "remask_end = -3 + max("),
+            Patch(
+                SAMPLING,
+                "self.block_end if self.step >= self.hides_until else",
+                "self.block_end if self.step >= self.hides_until - 4 else",
+            ),
+        ),
         (BATCH,),
     ),
     Fault(
@@ -314,7 +369,14 @@ FAULTS = (
     Fault(
         "evaluations of neighbors are counted",
         "a row's evaluations are those it has alone",
-        (Patch(DENOISING, "self.nfe[rows] += 1", "self.nfe += 1"),),
+        (
+            Patch(DENOISING, "self.nfe[rows] += 1", "self.nfe += 1"),
+            Patch(
+                SAMPLING,
+                "for i in members:\n            self.slots[i].nfe += 1",
+                "for i in range(len(self.slots)):\n            self.slots[i].nfe += 1",
+            ),
+        ),
         (ROWS, BATCH),
     ),
     Fault(
@@ -350,6 +412,7 @@ FAULTS = (
                 "math.log(head.weight.shape[0] - 1)",
                 "math.log(head.weight.shape[0])",
             ),
+            Patch(OBJECTIVES, "offset = math.log(vocab_size - 1)", "offset = math.log(vocab_size)"),
         ),
         (BOUNDS,),
     ),
@@ -432,6 +495,11 @@ FAULTS = (
                 "features = self.predict(tokens, level, valid, rows)",
                 "features = self.predict(tokens, level, None, rows)",
             ),
+            Patch(
+                SAMPLING,
+                "valid = torch.from_numpy(np.arange(width) < lengths[:, None])",
+                "valid = None",
+            ),
         ),
         (ROWS, BATCH),
     ),
@@ -439,6 +507,11 @@ FAULTS = (
         "causal cache off by one",
         "a causal model reads all that is before",
         (
+            Patch(
+                "adlm/models/transformer.py",
+                "<= position[:, None, :, None]\n",
+                "<= position[:, None, :, None]\n        mask[..., 0] &= (position == 0)[:, None]\n",
+            ),
             Patch(
                 "adlm/models/transformer.py",
                 "return self.keys[:, :, :end], self.values[:, :, :end]",
@@ -462,6 +535,11 @@ FAULTS = (
                 "rng, at = CounterRng.from_seed(seed, each.row),",
                 "rng, at = CounterRng.from_seed(seed, len(each.row)),",
             ),
+            Patch(
+                OBJECTIVES,
+                "CounterRng.from_seed(seed, rows.number)",
+                "CounterRng.from_seed(seed, len(rows.number))",
+            ),
         ),
         (LOSSES, EVALUATION),
     ),
@@ -473,6 +551,11 @@ FAULTS = (
                 LOOP,
                 "weights = ema.shadow if ema is not None else dict(model.named_parameters())",
                 "weights = dict(model.named_parameters())",
+            ),
+            Patch(
+                TRAIN,
+                "self.weights = self.weights | self.ema.shadow",
+                "self.weights = self.weights | {}",
             ),
         ),
         (TRAINING,),
@@ -486,19 +569,30 @@ FAULTS = (
                 'ema.load(checkpoint.read_weights(source), state["ema_updates"])',
                 "ema.load(checkpoint.read_weights(source), 0)",
             ),
+            Patch(
+                TRAIN,
+                "self.ema.load(read_weights(source), self.state.ema_updates)",
+                "self.ema.load(read_weights(source), 0)",
+            ),
         ),
         (TRAINING,),
     ),
     Fault(
         "resume loses the order of the data",
         "a resumed run is the run",
-        (Patch(LOOP, "batches.load_state_dict(restored)", "restored.keys()"),),
+        (
+            Patch(LOOP, "batches.load_state_dict(restored)", "restored.keys()"),
+            Patch(TRAIN, "self.batches.load_state_dict(place)", "len(place)"),
+        ),
         (TRAINING,),
     ),
     Fault(
         "dropout of every step alike",
         "an old run goes on as it did",
-        (Patch(LOOP, "step * 0xD1B54A32D192ED03", "0 * 0xD1B54A32D192ED03"),),
+        (
+            Patch(LOOP, "step * 0xD1B54A32D192ED03", "0 * 0xD1B54A32D192ED03"),
+            Patch(TRAIN, "step * 0xD1B54A32D192ED03", "0 * 0xD1B54A32D192ED03"),
+        ),
         (OLD_FILES,),
     ),
     Fault(
@@ -522,6 +616,11 @@ FAULTS = (
                 '{"seed": secrets.randbits(32), **{name: value for name, value in given.items()',
                 '{**{name: value if name != "seed" else 4 for name, value in given.items()',
             ),
+            Patch(
+                "adlm/serve/protocol.py",
+                "given[name] = value",
+                'given[name] = value if name != "seed" else 4',
+            ),
         ),
         (SURFACES,),
     ),
@@ -533,6 +632,11 @@ FAULTS = (
                 "adlm/cli/text.py",
                 'for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")',
                 'for name in ("n", "temperature", "top_p", "seed", "batch")',
+            ),
+            Patch(
+                "adlm/cli/options.py",
+                "for name, text in values.items() if text not in (None, [])}",
+                'for name, text in values.items() if text and name != "top_k"}',
             ),
         ),
         (SURFACES,),
@@ -556,6 +660,11 @@ FAULTS = (
             Patch(
                 "adlm/text/generation.py",
                 "xt = x0.index_put(place, torch.tensor(predictor.config.mask_id))",
+                "xt = x0",
+            ),
+            Patch(
+                "adlm/text/generation.py",
+                "xt = x0.index_put(place, torch.tensor(mask_id))",
                 "xt = x0",
             ),
         ),
