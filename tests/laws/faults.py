@@ -341,8 +341,8 @@ FAULTS = (
             Patch(BATCHES, "remask_end = 1 + max(", "remask_end = -3 + max("),
             Patch(
                 SAMPLING,
-                "self.block_end if self.step >= self.hides_until else",
-                "self.block_end if self.step >= self.hides_until - 4 else",
+                "if slot.step >= slot.hides_until:",
+                "if slot.step >= slot.hides_until - 4:",
             ),
         ),
         (BATCH,),
