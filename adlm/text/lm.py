@@ -234,7 +234,6 @@ class LMEngine:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
         settings = SamplingSettings.parse("python", settings, **changes)
         is_filling = template is not None
-        self.choose_sampler(settings, is_filling=is_filling)  # raises before a network is run
         if template is None:
             lengths = settings.length, settings.max_new_tokens
             layouts = [
@@ -243,6 +242,8 @@ class LMEngine:
         elif prompt != "" or settings.length or settings.max_new_tokens or settings.stop:
             raise ValueError("a template sets all positions: leave prompt, lengths and stop out")
         else:
+            # Raises before a network chooses the lengths of holes.
+            self.choose_sampler(settings, is_filling=is_filling)
             evaluator = partial(getattr, self, "evaluator")  # made when a length is to be chosen
             templates = generation.as_list(template, "template")
             layouts = [self.row_format.layout_template(each, evaluator) for each in templates]
