@@ -74,7 +74,7 @@ def wrap(model: LM | str, **options: Any) -> Any:
     if isinstance(model, str):
         return ours.AdlmLM(pretrained=model, device="cpu", **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours, "load", lambda name, device: model)
+        patch.setattr(ours, "load", lambda name, **_: model)
         return ours.AdlmLM(**options)
 
 

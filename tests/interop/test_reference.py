@@ -115,7 +115,7 @@ def test_an_older_name_of_the_denoiser():
             r"no matrix 'backbone\.vocab_embed\.embedding'",
         ),
         ({}, {"heads": 2}, ValueError, "number of heads"),
-        ({}, {"mask_id": 65}, ValueError, "outside the vocabulary"),
+        ({}, {"mask_id": 65}, ValueError, "an id of the vocabulary"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, options, error, message):

@@ -243,7 +243,7 @@ def test_prontoqa_keeps_its_facts_and_its_path(tmp_path: Path) -> None:
             "do not lead to 'Stella is not floral.'",
         ),
         ("answer", "False", "True", "answer 'True' contradicts the steps: expected false"),
-        ("steps", None, None, "'steps'"),
+        ("steps", None, None, "has no steps"),
     ],
 )
 def test_errors_name_the_file_the_problem_and_the_sentence(

@@ -303,7 +303,7 @@ def test_a_line_without_a_field_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?"}\n', "utf-8")
     words = ["gsm8k", "cot", f"reasoning.path={tmp_path}", "--out", tmp_path / "run"]
     assert_error(
-        invoke("reason", "train", *words), "train.jsonl, line 1", "has no 'answer': expected a text"
+        invoke("reason", "train", *words), "train.jsonl, line 1", "has no answer, expected a text"
     )
 
 

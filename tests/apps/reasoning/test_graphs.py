@@ -282,7 +282,7 @@ def test_graphs_are_written_as_prosqa(tmp_path: Path) -> None:
             lambda text: "Max is a rempus.",
             "answer 'Max is a rempus.' contradicts the steps",
         ),
-        ("steps", None, "'steps'"),
+        ("steps", None, "has no steps"),
     ],
 )
 def test_errors_name_the_file_the_problem_and_the_sentence(
