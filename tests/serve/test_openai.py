@@ -127,7 +127,7 @@ def test_a_retry_succeeds_when_the_queue_has_room_again(server: tuple[str, Any])
         with openai.OpenAI(base_url=server[0], api_key="secret", max_retries=20) as client:
             options: dict[str, Any] = {
                 "model": "small",
-                "max_tokens": 8,
+                "max_tokens": 24,
                 "seed": number,
                 "extra_body": body,
             }
@@ -140,7 +140,7 @@ def test_a_retry_succeeds_when_the_queue_has_room_again(server: tuple[str, Any])
     for thread in threads:
         thread.join()
     assert server[1].stats.rejected > rejected
-    settings: dict[str, Any] = {"max_new_tokens": 8, **body}
+    settings: dict[str, Any] = {"max_new_tokens": 24, **body}
     assert {i: "the" + text for i, text in texts.items()} == {
         i: lm().generate("the", seed=i, **settings)[0] for i in range(12)
     }
