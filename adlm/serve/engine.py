@@ -157,6 +157,7 @@ class Engine:
         )  # where a prediction is valid until the next one
         self.batch = make_batch(lm)
         self.pending = deque[PendingSteps]()
+        self.open: dict[TextRow, None] = {}  # that have joined, and whose last frame is not sent
 
     def start(self) -> Self:
         """Start the thread."""
@@ -237,12 +238,9 @@ class Engine:
         """The thread: rows leave and join, then a step; until it is stopped."""
         while True:
             with self.wake:
-                self.wake.wait_for(lambda: self.batch.rows or self.waiting or self.is_stopping)
-                if self.is_stopping and not (
-                    self.is_draining and (self.batch.rows or self.waiting)
-                ):
+                self.wake.wait_for(lambda: self._has_work() or self.is_stopping)
+                if self.is_stopping and not (self.is_draining and self._has_work()):
                     break
-            joining = list[TextRow]()
             try:
                 joining = self._exchange_rows()
                 with self.turns.take():
@@ -253,13 +251,17 @@ class Engine:
                         self._deliver()
             except Exception as error:
                 log.exception("a step failed; its requests are answered with an error")
-                fail([*self.batch.rows, *joining], error)
+                fail(list(self.open), error)
+                self.open.clear()
                 self.batch, self.running = make_batch(self.lm), 0
                 self.pending.clear()
         with self.wake:
-            rows = [*self.batch.rows, *self.waiting]
+            rows = [*self.open, *self.waiting]
             self.waiting, self.running = deque(), 0
         fail(rows, ShutdownError("the server has stopped", 5))
+
+    def _has_work(self) -> bool:
+        return bool(self.batch.rows or self.waiting or self.pending)
 
     def _exchange_rows(self) -> list[TextRow]:
         """Remove rows that are cancelled or stopped by their text, and return waiting ones that there is room for."""
@@ -269,6 +271,9 @@ class Engine:
             room = self.limits.max_rows - staying
             joining = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
             self.running = staying + len(joining)
+        self.open.update(dict.fromkeys(joining))
+        for row in leaving:
+            self.open.pop(row, None)
         self._count_leaving(leaving)
         self.batch.leave(leaving)
         return joining
@@ -311,9 +316,15 @@ class Engine:
             news: dict[Ticket, list[StreamStep]] = {}
             for step in self.pending.popleft().read():
                 (row,) = step.frame.rows
+                if row.owner.is_over:
+                    self.open.pop(row, None)
+                    continue
                 news.setdefault(row.owner, []).append(add_guesses(self.lm, step))
             for ticket, steps in news.items():
                 ticket.send(steps)
+                for step in steps:
+                    if step.frame.is_done[0]:
+                        self.open.pop(step.frame.rows[0], None)
 
 
 def stream_rows(
@@ -368,10 +379,11 @@ def is_skipped(row: TextRow) -> bool:
 
 
 def fail(rows: Sequence[TextRow], error: Exception) -> None:
-    """Answer the requests of rows with an error."""
+    """Answer the requests of rows with an error, but for those that are over."""
     for ticket in dict.fromkeys(row.owner for row in rows):
-        ticket.is_over = True
-        ticket.send(error)
+        if not ticket.is_over:
+            ticket.is_over = True
+            ticket.send(error)
 
 
 def choose_rows(frame: Frame[TextRow]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from adlm.diffusion.sampling import RunningBatch
+from adlm.serve import engine as engine_module
 from adlm.serve.engine import (
     ALL,
     LAST,
@@ -238,6 +239,43 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(
         assert engine.call(lambda: 7).result(10) == 7
         with pytest.raises(ZeroDivisionError):
             engine.call(lambda: 1 // 0).result(10)
+
+
+def test_a_failing_last_frame_answers_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm()
+    request = model.build_request("the", sampler="confidence", steps=3, max_new_tokens=5)
+    predict = engine_module.predict_guesses
+
+    def fail_at_the_end(evaluator: Any, frame: Any, count: int) -> Any:
+        if not frame.is_hidden.any():
+            raise ZeroDivisionError("no guesses")
+        return predict(evaluator, frame, count)
+
+    monkeypatch.setattr("adlm.serve.engine.predict_guesses", fail_at_the_end)
+
+    async def run(engine: Engine) -> None:
+        async with asyncio.timeout(20):
+            _ = [step async for step in stream_rows(engine, request, ALL, guesses=1)]
+
+    with Engine(model) as engine:
+        with pytest.raises(RuntimeError, match="sampling has failed"):
+            asyncio.run(run(engine))
+        assert submit(engine, request)[1].result(10)
+        wait_for(lambda: not engine.open)
+
+
+def test_a_stopped_engine_answers_texts_that_are_done_but_not_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = lm()
+    request = model.build_request("the", steps=3, max_new_tokens=5)
+    monkeypatch.setattr(Engine, "_deliver", lambda self, keep=0: None)
+    engine = Engine(model).start()
+    _, future = submit(engine, request)
+    wait_for(lambda: engine.stats.texts == 1)
+    engine.stop()
+    with pytest.raises(QueueFullError, match="stopped"):
+        future.result(5)
 
 
 def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
