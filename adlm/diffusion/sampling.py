@@ -250,7 +250,9 @@ class Change:
 
 def number_blocks(length: int, block: int | None, is_fixed: Flags) -> Positions:
     """Return the block (L,) of each position that may change."""
-    return np.where(is_fixed, FIXED, np.arange(length) // (block or length or 1))
+    longest = max(length, 1)
+    size = longest if block is None else min(block, longest)
+    return np.where(is_fixed, FIXED, np.arange(length) // size)
 
 
 def count_hiding_steps(sampler: Plan | Sampler) -> int:

@@ -278,6 +278,13 @@ def test_a_stopped_engine_answers_texts_that_are_done_but_not_delivered(
         future.result(5)
 
 
+def test_a_block_longer_than_any_text_is_one_block() -> None:
+    model = lm()
+    settings = {"steps": 4, "max_new_tokens": 5, "seed": 3}
+    expected = model.generate("the", **settings)
+    assert model.generate("the", block=10**30, **settings).texts == expected.texts
+
+
 def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm("mdlm")
     monkeypatch.setattr(model.evaluator, "logits_at", lambda features: 1 / 0)
