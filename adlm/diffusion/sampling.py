@@ -14,6 +14,7 @@ the block, position), so a text does not depend on the rows that are sampled wit
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress, pairwise
@@ -187,6 +188,24 @@ class Row:
 R = TypeVar("R", bound=Row)
 
 
+class RowsError(RuntimeError):
+    """Rows of a batch cannot go on, by their own sampler or draw; without them the batch can take its step."""
+
+    def __init__(self, rows: Sequence[Row], cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.rows = list(rows)
+        self.cause = cause
+
+
+@contextmanager
+def blame(rows: Sequence[Row]) -> Iterator[None]:
+    """Context manager: raise an error as one of these rows."""
+    try:
+        yield
+    except Exception as cause:
+        raise RowsError(rows, cause) from cause
+
+
 @dataclass
 class Frame(Generic[R]):
     """The batch after a step; its lists have an entry for each row."""
@@ -246,6 +265,7 @@ class Change:
     u: Numbers | None = None  # which the revealed tokens are drawn with; None: still to be made
     noise_level: float = 0.0
     is_last: bool | None = None  # ends the block; None: it ends when nothing is hidden
+    columns: dict[str, Numbers] | None = None  # new values of the sampler's own
 
 
 def number_blocks(length: int, block: int | None, is_fixed: Flags) -> Positions:
@@ -436,14 +456,11 @@ class Slot:
                 size = len(self.is_free) if column.per_position else 1
                 self.columns[name] = np.full(size, column.initial)
 
-    def take(self) -> Change:
+    def take(self, change: Change) -> None:
         """Take the next listed change, and pass over the steps before it."""
-        change = self.next
-        assert change is not None
         self.frames += change.step - self.step
         self.step = change.step
         self.next = next(self.listed, None)
-        return change
 
     def fill(self) -> None:
         """Reveal in the next step what the sampler has left hidden, at noise level 0."""
@@ -516,6 +533,7 @@ class RunningBatch(Generic[R]):
         self.is_hidden: Flags = np.zeros((0, 0), bool)  # (B, L), as the two that follow
         self.is_free: Flags = self.is_hidden
         self.last_prob: Numbers = np.zeros((0, 0))
+        self.evaluated: list[int] = []  # the rows of this step's evaluation
         self.join(rows)
 
     def join(self, rows: Iterable[R]) -> None:
@@ -532,10 +550,11 @@ class RunningBatch(Generic[R]):
         slots = [Slot(row, self.evaluator.mask_id, self.params) for row in added]
         kinds = [torch.zeros_like(x.tokens) if x.row.kinds is None else x.row.kinds for x in slots]
         width = max(self.tokens.shape[1], max(len(slot.tokens) for slot in slots))
+        tokens = append(self.tokens, stack([slot.tokens for slot in slots], width))
+        self.kinds = append(self.kinds, stack(kinds, width))
+        self.tokens = tokens
         self.rows = [*self.rows, *added]
         self.slots = [*self.slots, *slots]
-        self.tokens = append(self.tokens, stack([slot.tokens for slot in slots], width))
-        self.kinds = append(self.kinds, stack(kinds, width))
         self._bind()
 
     def leave(self, rows: Iterable[R]) -> None:
@@ -587,13 +606,25 @@ class RunningBatch(Generic[R]):
 
     @torch.no_grad()
     def step(self) -> Frame[R]:
-        """Take one step of every row."""
-        changes, waiting = self.move()
-        features = self.evaluate(changes, waiting)
-        for group in waiting:
-            changes |= self.choose(group, features)
-        drawn = self.draw(changes, features)
+        """Take one step of every row; after a RowsError it can be taken again, without the rows of the error."""
+        self.evaluated = []
+        try:
+            changes, waiting = self.move()
+            features = self.evaluate(changes, waiting)
+            for group in waiting:
+                changes |= self.choose(group, features)
+            drawn = self.draw(changes, features)
+        except RowsError:
+            self._forget_evaluation()
+            raise
         return self.write(changes, drawn)
+
+    def _forget_evaluation(self) -> None:
+        """Make the next evaluation the first of this step."""
+        if self.evaluated:
+            self.evaluator = self.evaluator.open()  # a causal model has read its next tokens
+        for i in self.evaluated:
+            self.slots[i].nfe -= 1
 
     # Move.
 
@@ -606,12 +637,14 @@ class RunningBatch(Generic[R]):
                 assert isinstance(slot.row.sampler, Sampler)
                 called.setdefault(slot.row.sampler, []).append(i)
             elif slot.next.step == slot.step or not slot.row.every_step:
-                changes[i] = slot.take()
+                changes[i] = slot.next  # taken when it is written
         waiting = []
         for sampler, members in called.items():
-            group = Group(sampler, members, self._view(sampler, members))
+            with blame([self.rows[i] for i in members]):
+                group = Group(sampler, members, self._view(sampler, members))
             if sampler.score is None:
-                changes |= self._call(group)
+                with blame([self.rows[i] for i in members]):
+                    changes |= self._call(group)
             else:
                 waiting.append(group)
         return changes, waiting
@@ -655,10 +688,14 @@ class RunningBatch(Generic[R]):
         changes: Changes = {}
         for k, i in enumerate(group.members):
             slot = self.slots[i]
-            for name, values in move.columns.items():
-                slot.columns[name] = values[k].double().reshape(-1).numpy()[: len(slot.tokens)]
+            columns = {
+                name: values[k].double().reshape(-1).numpy()[: len(slot.tokens)]
+                for name, values in move.columns.items()
+            }
             own = None if u is None else u[k, reveals[k]]
-            changes[i] = Change(slot.step, reveals[k], hides[k], own, levels[k], is_last[k])
+            changes[i] = Change(
+                slot.step, reveals[k], hides[k], own, levels[k], is_last[k], columns
+            )
         return changes
 
     # Evaluate and choose.
@@ -672,6 +709,7 @@ class RunningBatch(Generic[R]):
             return None
         members = list(levels)
         self.place[members] = np.arange(len(members))
+        self.evaluated = members
         for i in members:
             self.slots[i].nfe += 1
         is_whole = members == list(range(len(self.slots)))
@@ -692,11 +730,16 @@ class RunningBatch(Generic[R]):
         assert sampler.score is not None
         member, position = view.is_hidden.numpy().nonzero()
         targets = Targets(np.array(group.members, np.int64)[member], position)
-        parts = [sampler.score(logits.float()) for _, logits in self.iter_logits(features, targets)]
-        view.scores = torch.zeros(view.is_hidden.shape)
-        if parts:
-            view.scores[view.is_hidden] = torch.cat(parts).cpu()
-        return self._call(group)
+        rows = [self.rows[i] for i in group.members]
+        parts = []
+        for _, logits in self.iter_logits(features, targets):
+            with blame(rows):
+                parts.append(sampler.score(logits.float()))
+        with blame(rows):
+            view.scores = torch.zeros(view.is_hidden.shape)
+            if parts:
+                view.scores[view.is_hidden] = torch.cat(parts).cpu()
+            return self._call(group)
 
     def iter_logits(
         self, features: Tensor | None, targets: Targets
@@ -775,15 +818,17 @@ class RunningBatch(Generic[R]):
         row, slot = self.rows[i], self.slots[i]
         assert row.draw is not None
         hidden = slot.is_hidden.nonzero()[0]
-        logits = self.iter_logits(features, Targets.collect({i: hidden}))
-        return row.draw(
-            tokens=self.tokens[i, : len(slot.tokens)],
-            hidden=self._send(hidden),
-            logits=torch.cat([part for _, part in logits]),
-            reveal=self._send(targets.position),
-            u=self._send(u),
-            sampling=slot.sampling,
-        )
+        parts = self.iter_logits(features, Targets.collect({i: hidden}))
+        logits = torch.cat([part for _, part in parts])
+        with blame([row]):
+            return row.draw(
+                tokens=self.tokens[i, : len(slot.tokens)],
+                hidden=self._send(hidden),
+                logits=logits,
+                reveal=self._send(targets.position),
+                u=self._send(u),
+                sampling=slot.sampling,
+            )
 
     def _record_logprobs(
         self, logits: Tensor, tokens: Tensor, targets: Targets, part: slice
@@ -804,6 +849,12 @@ class RunningBatch(Generic[R]):
 
     def write(self, changes: Changes, drawn: list[Drawn]) -> Frame[R]:
         """Write what changes, return the frame, and move on the rows whose block is over."""
+        for i, change in changes.items():
+            slot = self.slots[i]
+            if slot.next is change:
+                slot.take(change)
+            if change.columns:
+                slot.columns |= change.columns
         before = self.is_hidden.copy()
         self.write_tokens(changes, drawn)
         for slot in self.slots:
@@ -881,7 +932,15 @@ def sample(
     """Sample rows and yield a frame for each step; rows that are done are in no later frame, and have their outcome."""
     running = RunningBatch(evaluator, rows, banned=banned)
     while running.rows:
-        yield running.step()
+        yield take_step(running)
+
+
+def take_step(running: RunningBatch[R]) -> Frame[R]:
+    """Take a step of rows that end together: an error of some is raised as it was."""
+    try:
+        return running.step()
+    except RowsError as error:
+        raise error.cause from None
 
 
 def fill_rows(
@@ -914,7 +973,7 @@ def sample_together(
     )
     yield frame
     while running.rows:
-        frame = update_frame(frame, running.step())
+        frame = update_frame(frame, take_step(running))
         yield frame
 
 

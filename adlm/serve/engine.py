@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from adlm.diffusion.sampling import Frame, RunningBatch
+from adlm.diffusion.sampling import Frame, RowsError, RunningBatch
 from adlm.text.generation import GenerationRequest, TextRow
 from adlm.text.lm import LM, StreamStep, predict_guesses
 from adlm.text.templates import classify_tokens
@@ -244,11 +244,14 @@ class Engine:
             try:
                 joining = self._exchange_rows()
                 with self.turns.take():
-                    self.batch.join(joining)
+                    self._join(joining)
                     if self.batch.rows:
                         self._step()
                     else:
                         self._deliver()
+            except RowsError as error:
+                log.exception("some rows failed; their requests are answered with an error")
+                self._drop(error)
             except Exception as error:
                 log.exception("a step failed; its requests are answered with an error")
                 fail(list(self.open), error)
@@ -277,6 +280,34 @@ class Engine:
         self._count_leaving(leaving)
         self.batch.leave(leaving)
         return joining
+
+    def _join(self, rows: Sequence[TextRow]) -> None:
+        """Let rows join; where one of them cannot, only its request fails."""
+        try:
+            self.batch.join(rows)
+        except Exception:
+            for row in rows:
+                if row not in self.open:  # another row of its request has failed
+                    continue
+                try:
+                    self.batch.join([row])
+                except Exception as error:
+                    log.exception("a row cannot join; its request is answered with an error")
+                    self._drop(RowsError([row], error))
+        with self.wake:
+            self.running = len(self.batch.rows)
+
+    def _drop(self, error: RowsError) -> None:
+        """Answer the requests of some rows with their error; all rows of these requests leave."""
+        failed = {row.owner for row in error.rows if isinstance(row, TextRow)}
+        gone = [row for row in self.open if row.owner in failed]
+        fail(gone, error.cause)
+        for row in gone:
+            self.open.pop(row)
+        self.batch.leave(gone)
+        with self.wake:
+            self.waiting = deque(row for row in self.waiting if row.owner not in failed)
+            self.running = len(self.batch.rows)
 
     def _count_leaving(self, rows: Sequence[TextRow]) -> None:
         """Count rows that leave."""

@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from adlm.diffusion.sampling import RunningBatch
+from adlm.diffusion.samplers import top_prob
+from adlm.diffusion.sampling import Move, RunningBatch, Sampler, ScoreFn, View
 from adlm.serve import engine as engine_module
 from adlm.serve.engine import (
     ALL,
@@ -21,7 +23,7 @@ from adlm.serve.engine import (
     generate_rows,
     stream_rows,
 )
-from adlm.text.generation import GenerationRequest
+from adlm.text.generation import GenerationRequest, TextRow
 from adlm.text.lm import StreamStep
 from tests.text.models import lm
 
@@ -283,6 +285,64 @@ def test_a_block_longer_than_any_text_is_one_block() -> None:
     settings = {"steps": 4, "max_new_tokens": 5, "seed": 3}
     expected = model.generate("the", **settings)
     assert model.generate("the", block=10**30, **settings).texts == expected.texts
+
+
+@dataclass(frozen=True)
+class Breaks(Sampler):
+    """Reveals a position a step and raises at its third step, in its score or in its move."""
+
+    score: ScoreFn | None = None
+
+    def move(self, view: View) -> Move:
+        if int(view.step[0]) == 2:
+            raise KeyError("no third step")
+        return Move(view.is_hidden & (view.is_hidden.cumsum(-1) == 1))
+
+
+@pytest.mark.parametrize("score", [None, top_prob])
+@pytest.mark.parametrize("method", ["adlm", "mdlm"])
+def test_an_error_of_a_sampler_fails_its_request_only(method: str, score: ScoreFn | None) -> None:
+    model = lm(method)
+    own = {"max_new_tokens": 9}
+    breaks = model.build_request("the", sampler=Breaks(score), n=2, **own)
+    neighbors = [
+        model.build_request("a", sampler="ancestral", steps=30, **own),
+        model.build_request("a", sampler="remask_cap", steps=20, **own),
+        model.build_request("a", sampler="confidence", steps=7, **own),
+        model.build_request("a", sampler="first_hitting", **own),
+    ]
+    with pytest.raises(KeyError, match="no third step"):
+        model.run_request(breaks)
+    with Engine(model) as engine:
+        with engine.wake:  # all of them join at once
+            futures = [submit(engine, request)[1] for request in [breaks, *neighbors]]
+        with pytest.raises(KeyError, match="no third step"):
+            futures[0].result(10)
+        for request, future in zip(neighbors, futures[1:], strict=True):
+            expected = model.run_request(request)
+            assert [step.texts[0] for step in future.result(10)] == expected.texts
+            assert [step.frame.nfe[0] for step in future.result(10)] == expected.nfe_each
+        assert engine.stats.texts == 4 and not engine.open and not engine.running
+
+
+def test_a_row_that_cannot_be_built_fails_alone() -> None:
+    model = lm()
+    good, bad = (model.build_request("the", steps=4, max_new_tokens=5, n=2) for _ in range(2))
+    build = bad.build_rows
+
+    def build_long_rows() -> list[TextRow]:
+        rows = build()
+        rows[0].tokens = rows[0].tokens.repeat(1000)
+        return rows
+
+    object.__setattr__(bad, "build_rows", build_long_rows)
+    with Engine(model) as engine:
+        with engine.wake:
+            failing, future = submit(engine, bad)[1], submit(engine, good)[1]
+        with pytest.raises(ValueError, match="this model's rows at most"):
+            failing.result(10)
+        texts = [step.texts[0] for step in future.result(10)]
+        assert texts == model.run_request(good).texts
 
 
 def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
