@@ -13,7 +13,7 @@ A step of the batch is therefore: move, evaluate, choose, draw, write. Random nu
 the block, position), so a text does not depend on the rows that are sampled with it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,6 +39,7 @@ from adlm.diffusion.rng import (
 )
 
 MAX_BLOCK_STEPS = 1 << 20  # the clocks of two blocks are this far apart
+MAX_IDLE_STEPS = 10_000  # in which a sampler changes nothing, one after the other
 NO_BLOCK = MAX_BLOCK_STEPS  # the block of a row in which nothing may change
 FIXED = -1  # the block of positions that never change
 
@@ -108,6 +109,9 @@ class Sampler:
 
     A setting that may differ between the rows of one call takes no part in the comparison and is a column: the column
     of each row begins with the value of the row's own sampler.
+
+    A sampler must come to an end: it is an error to change nothing in more than 10,000 steps, one after the other, or
+    in more than len(sampler), if it has a length and that is larger.
     """
 
     score: ScoreFn | None = None  # of hidden positions: the network runs before the move
@@ -442,6 +446,7 @@ class Slot:
             self.first_open = int(free[0])
         self.sampling = self.first_sampling
         self.step = 0
+        self.idle = 0  # steps since the last change
         self.first_hidden = len(self.hidden)
         self.listed: Iterator[Change] = iter(())
         self.next: Change | None = None  # the next listed change; None: the sampler is called
@@ -461,6 +466,16 @@ class Slot:
         self.frames += change.step - self.step
         self.step = change.step
         self.next = next(self.listed, None)
+
+    def check_idle(self) -> None:
+        """Raise if the sampler does not come to an end."""
+        sampler = self.row.sampler
+        allowed = max(MAX_IDLE_STEPS, len(sampler) if isinstance(sampler, Sized) else 0)
+        if self.idle >= allowed:
+            raise ValueError(
+                f"the sampler {sampler!r} has changed nothing in {allowed} steps: reveal a position, or end the block "
+                "with is_last"
+            )
 
     def fill(self) -> None:
         """Reveal in the next step what the sampler has left hidden, at noise level 0."""
@@ -635,6 +650,9 @@ class RunningBatch(Generic[R]):
         for i, slot in enumerate(self.slots):
             if slot.next is None:
                 assert isinstance(slot.row.sampler, Sampler)
+                if slot.idle >= MAX_IDLE_STEPS:
+                    with blame([slot.row]):
+                        slot.check_idle()
                 called.setdefault(slot.row.sampler, []).append(i)
             elif slot.next.step == slot.step or not slot.row.every_step:
                 changes[i] = slot.next  # taken when it is written
@@ -855,6 +873,7 @@ class RunningBatch(Generic[R]):
                 slot.take(change)
             if change.columns:
                 slot.columns |= change.columns
+            slot.idle = 0 if len(change.reveal) or len(change.hide) else slot.idle + 1
         before = self.is_hidden.copy()
         self.write_tokens(changes, drawn)
         for slot in self.slots:

@@ -325,6 +325,27 @@ def test_an_error_of_a_sampler_fails_its_request_only(method: str, score: ScoreF
         assert engine.stats.texts == 4 and not engine.open and not engine.running
 
 
+class RevealsNothing(Sampler):
+    """Never comes to an end."""
+
+    def move(self, view: View) -> Move:
+        return Move(view.is_hidden & False)
+
+
+def test_a_sampler_that_reveals_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adlm.diffusion.sampling.MAX_IDLE_STEPS", 50)
+    model = lm()
+    idle = model.build_request("the", sampler=RevealsNothing(), max_new_tokens=5)
+    good = model.build_request("the", sampler="remask_conf", steps=200, max_new_tokens=5)
+    with pytest.raises(ValueError, match=r"RevealsNothing .* has changed nothing in 50 steps"):
+        model.run_request(idle)
+    with Engine(model) as engine:
+        failing, future = submit(engine, idle)[1], submit(engine, good)[1]
+        with pytest.raises(ValueError, match="has changed nothing"):
+            failing.result(10)
+        assert future.result(10)[0].texts == model.run_request(good).texts
+
+
 def test_a_row_that_cannot_be_built_fails_alone() -> None:
     model = lm()
     good, bad = (model.build_request("the", steps=4, max_new_tokens=5, n=2) for _ in range(2))
