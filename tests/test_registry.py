@@ -13,7 +13,7 @@ from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import OBJECTIVES, ScoreEntropy, training_loss
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.samplers import SAMPLERS, build_sampler
+from adlm.diffusion.samplers import SAMPLERS, build_sampler, takes_steps
 from adlm.diffusion.sampling import Sampler
 from adlm.diffusion.schedules import SCHEDULES, build_schedule
 from adlm.models.language_model import LanguageModel
@@ -150,6 +150,7 @@ def test_samplers_answer_to_their_names_in_other_code() -> None:
 USER_FILE = """
 from pathlib import Path
 from adlm.diffusion.samplers import build_sampler
+from adlm.diffusion.sampling import Move, Sampler
 from adlm.diffusion.schedules import LogLinear
 
 Path(__file__).with_suffix(".imported").touch()
@@ -157,6 +158,11 @@ Path(__file__).with_suffix(".imported").touch()
 
 def short(steps, eta=0.5):
     return build_sampler("remask_cap", steps=steps, eta=eta)
+
+
+class Whole(Sampler):
+    def move(self, view):
+        return Move(view.is_hidden)
 
 
 plan = short(3)
@@ -192,6 +198,17 @@ def test_an_object_of_a_users_file_is_built_with_its_options(
     for name, options, message in wrong:
         with pytest.raises(ValueError, match=message):
             build(SAMPLERS, name, options, allow_import=True)
+
+
+def test_whether_a_users_sampler_takes_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_user_file(tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="is not imported from here"):
+        takes_steps(f"{module}:short")
+    assert takes_steps(f"{module}:short", allow_import=True)
+    assert not takes_steps(f"{module}:plan", allow_import=True)
+    assert not takes_steps(f"{module}:Whole", allow_import=True)
 
 
 def test_nothing_is_imported_unless_the_caller_allows_it(

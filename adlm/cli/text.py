@@ -179,12 +179,15 @@ def build_runs(
     settings = settings.draw_seed()  # one for both
     pairs = [(lm, settings)]
     if (name := own.compare) is not None:
-        if name in SAMPLERS:  # without the first sampler's options
+        is_folder = Path(name).exists()
+        if name in SAMPLERS or (
+            ":" in name and not is_folder
+        ):  # without the first sampler's options
             changes: dict[str, Any] = {"sampler": name, "options": None}
-            if not takes_steps(name):
+            if not takes_steps(name, allow_import=True):
                 changes["steps"] = None
             pairs.append((lm, settings.model_copy(update=changes)))
-        elif name in MODELS or Path(name).exists():
+        elif name in MODELS or is_folder:
             pairs.append((open_model(name), settings))
         else:
             known = (

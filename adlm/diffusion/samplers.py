@@ -255,9 +255,17 @@ def register_sampler(target: str) -> None:
     SAMPLERS.register(target, sampler)
 
 
-def takes_steps(sampler: str) -> bool:
-    """Return whether a sampler has a number of steps."""
-    return "steps" in inspect.signature(SAMPLERS.resolve(sampler)).parameters
+def takes_steps(sampler: str, *, allow_import: bool = False) -> bool:
+    """Return whether a sampler takes a number of steps; one that is built already takes none."""
+    factory = SAMPLERS.resolve(sampler, allow_import=allow_import)
+    if is_finished(factory):
+        return False
+    return "steps" in inspect.signature(factory).parameters
+
+
+def is_finished(factory: object) -> bool:
+    """Return whether what a name stands for is a sampler, not a function or class of samplers."""
+    return not inspect.isroutine(factory) and not inspect.isclass(factory)
 
 
 def choose_sampler(
@@ -272,8 +280,7 @@ def choose_sampler(
     if not isinstance(sampler, str):
         return use_built(sampler, settings)
     factory = SAMPLERS.resolve(sampler, allow_import=allow_import)
-    is_built = not inspect.isroutine(factory) and not inspect.isclass(factory)
-    if is_built:
+    if is_finished(factory):
         return use_built(factory, settings)
     options = read_options(sampler, factory, settings)
     if "steps" in inspect.signature(factory).parameters:

@@ -220,7 +220,8 @@ def build_grid(
     """The settings in the order of the lists; a causal model has no samplers, and some samplers have no steps."""
     own: list[tuple[str, int | None]] = [(LEFT_TO_RIGHT, None)] if lm.row_format.is_causal else []
     for sampler in samplers if not own else ():
-        own += [(sampler, count) for count in steps] if takes_steps(sampler) else [(sampler, None)]
+        has_steps = takes_steps(sampler, allow_import=True)
+        own += [(sampler, count) for count in steps] if has_steps else [(sampler, None)]
     names = ("sampler", "steps", "temperature", "top_p")
     return [
         dict(zip(names, (*each, *others))) for each, *others in product(own, temperatures, top_p)

@@ -137,7 +137,8 @@ def report(
     lms, real = name_models(given), reference or data
     license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")
     sampler = next(iter(samplers), None)
-    most = max(steps, default=None) if sampler is None or takes_steps(sampler) else None
+    has_steps = sampler is None or takes_steps(sampler, allow_import=True)
+    most = max(steps, default=None) if has_steps else None
     masked = drop_unset(length=length, steps=most, sampler=sampler)
     sampling = {
         lm.name: drop_unset(length=length) if lm.row_format.is_causal else masked for lm in lms

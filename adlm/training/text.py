@@ -21,7 +21,7 @@ from adlm.diffusion.features import FeatureModel, find_anchor_head
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import Objective, choose_objective
 from adlm.diffusion.plans import Plan
-from adlm.diffusion.samplers import SAMPLERS, LeftToRight
+from adlm.diffusion.samplers import LeftToRight, choose_sampler, takes_steps
 from adlm.diffusion.sampling import Sampler
 from adlm.diffusion.schedules import SCHEDULES
 from adlm.distributed import DistributedContext
@@ -39,10 +39,12 @@ from adlm.models.network import (
 )
 from adlm.models.transformer import unpad
 from adlm.registry import build
+from adlm.settings import SamplingSettings
 from adlm.training.distributed import ParallelModel
 from adlm.training.setup import find_checkpoint
 from adlm.training.task import Batches, InitModel, Task
 from adlm.training.validation import (
+    SampleSettings,
     compute_unigram_ppl,
     describe_bound,
     format_validation,
@@ -76,8 +78,7 @@ class TextTask(Task):
         self.objective = build_objective(self.config, probe, self.data, on_gpu=on_gpu)
         self.sampler: Plan | Sampler = LeftToRight()
         if not self.shape.is_causal:
-            options = {"steps": config.samples.steps}
-            self.sampler = build(SAMPLERS, config.samples.sampler, options, allow_import=True)
+            self.sampler = build_sampler(config.samples, self.shape.length)
         self.unigram_ppl = compute_unigram_ppl(self.data, self.valid_rows, config.valid.rows)
 
         self.stream = open_stream(config)
@@ -352,6 +353,14 @@ def build_rule(config: Config, data: PreparedData) -> AnchorRule:
     if "document_counts" in known:
         options |= count_documents(data)
     return build(ANCHOR_RULES, name, options, allow_import=True)
+
+
+def build_sampler(settings: SampleSettings, length: int) -> Plan | Sampler:
+    """Build the sampler of a recipe, as a request would, with its steps where it takes some."""
+    has_steps = takes_steps(settings.sampler, allow_import=True)
+    steps = settings.steps if has_steps else None
+    request = SamplingSettings(sampler=settings.sampler, steps=steps)
+    return choose_sampler(request, hidden=length, allow_import=True)[0]
 
 
 def build_process(

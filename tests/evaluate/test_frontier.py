@@ -46,6 +46,8 @@ def test_every_combination_is_a_point() -> None:
     grid = build_grid(lm(), ["ancestral", "first_hitting"], [4, 8], [1.0, 0.5], [1.0, 0.9])
     last = {"sampler": "first_hitting", "steps": None, "temperature": 0.5, "top_p": 0.9}
     assert len(grid) == len({tuple(each.values()) for each in grid}) == 12 and grid[-1] == last
+    own = build_grid(lm(), ["examples.sampler:Patient"], [4, 8], [1.0], [1.0])
+    assert [point["steps"] for point in own] == [None]
     causal = build_grid(lm("ar"), ["ancestral", "confidence"], [4, 8], [1.0], [1.0, 0.9])
     only = {"sampler": "left_to_right", "steps": None, "temperature": 1.0}
     assert causal == [only | {"top_p": p} for p in (1.0, 0.9)]

@@ -81,6 +81,7 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 USER_FILE = """
 from adlm.diffusion.samplers import build_sampler
+from adlm.diffusion.sampling import Move, Sampler
 
 
 class Square:
@@ -100,6 +101,11 @@ def long_ids(vocab_size):
 
 def half(steps):
     return build_sampler("remask_cap", steps=steps, eta=0.5)
+
+
+class Whole(Sampler):
+    def move(self, view):
+        return Move(view.is_hidden)
 """
 
 
@@ -119,6 +125,8 @@ def test_a_recipe_names_a_schedule_a_rule_and_a_sampler_of_a_users_file(
         "samples.every=2",
     )
     assert done.step == 2 and list((done.folder / "samples").glob("*.txt"))
+    run(tmp_path / "whole", "steps=2", "samples.sampler=users_parts:Whole", "samples.every=2")
+    assert list((tmp_path / "whole" / "samples").glob("*.txt"))
     with pytest.raises(ValueError, match="unknown users_parts:Square option 'powr'"):
         run(
             tmp_path / "other",

@@ -480,7 +480,7 @@ def measure_model(
         *(["confidence", "ancestral"] if len(perturbations) > 1 else []),
     ]
     for sampler in dict.fromkeys(samplers) if sampling["n"] else ():
-        steps = sampling["steps"] if takes_steps(sampler) else None
+        steps = sampling["steps"] if takes_steps(sampler, allow_import=True) else None
         request = lm.build_request(**{**sampling, "sampler": sampler, "steps": steps})
         texts = list(sample_rows(lm, request))
         reveals.append(summarize_reveals(sampler, texts, rule))
