@@ -16,6 +16,9 @@ from adlm.errors import check_known
 Entry = TypeVar("Entry")
 Built = TypeVar("Built")
 
+# Parameters such as *args and **options, which stand for any number of others.
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 class Registry(Mapping[str, Entry], Generic[Entry]):
     """A table of names with what errors call its entries; `aliases` are names in other code."""
@@ -59,6 +62,11 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         return self.table[name]
 
 
+def takes_any_option(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a function with these parameters has `**options`."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
 def build(
     registry: Registry[Callable[..., Built]],
     name: str,
@@ -74,8 +82,9 @@ def build(
             raise ValueError(f"{registry.kind} {name!r} is an object and takes no {given}")
         return cast(Built, factory)
 
-    known = inspect.signature(factory).parameters
-    for option in options:
+    parameters = inspect.signature(factory).parameters
+    known = {key: each for key, each in parameters.items() if each.kind not in VARIADIC}
+    for option in () if takes_any_option(parameters) else options:
         check_known(f"{name} option", option, known or ["none"])
     required = [each.name for each in known.values() if each.default is each.empty]
     missing = [option for option in required if option not in options]

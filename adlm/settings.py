@@ -30,6 +30,8 @@ from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 
+from adlm.registry import VARIADIC, takes_any_option
+
 Vocabulary = Literal[
     "python", "cli", "openai", "transformers", "diffusers", "llada", "recipe", "json"
 ]
@@ -62,6 +64,10 @@ LIMITS = {
     "exclusiveMaximum": "below",
     "maximum": "at most",
 }
+
+
+# What pydantic raises for types that it does not know, such as torch.Tensor.
+NO_SCHEMA = (pydantic.PydanticSchemaGenerationError, pydantic.PydanticInvalidForJsonSchema)
 
 
 class SettingsError(ValueError):
@@ -114,12 +120,13 @@ class Settings(BaseModel):
     def parse(cls, vocabulary: Vocabulary, start: Self | None = None, /, **given: Any) -> Self:
         """Make settings of what was given under a vocabulary's names, as changes to `start`."""
         known = list_names(cls, vocabulary)
+        takes_any = cls.model_config.get("extra") == "allow"
         values: dict[str, Any] = {}
         typed_names = list_own_names(cls, vocabulary)
         for typed, value in given.items():
-            if typed not in known:
+            if typed not in known and not takes_any:
                 raise SettingsError({typed: value}, suggest(cls, typed, vocabulary))
-            field = known[typed]
+            field = known.get(typed, typed)
             if field in values:
                 both = {typed_names[field]: values[field], typed: value}
                 raise SettingsError(both, "expected one name of the setting; leave the other out")
@@ -306,8 +313,12 @@ def list_kinds(field: FieldInfo) -> list[dict[str, Any]]:
 
 def describe(field: FieldInfo) -> str:
     """Return what a field takes, by its JSON schema: a number above 0 and at most 1."""
+    try:
+        kinds = list_kinds(field)
+    except NO_SCHEMA:
+        return f"a value of the type {inspect.formatannotation(field.annotation)}"
     texts = []
-    for kind in list_kinds(field):
+    for kind in kinds:
         text = describe_kind(kind)
         if text != NOUNS["null"] or field.default is not None:
             texts.append(text)
@@ -327,17 +338,31 @@ def describe_kind(kind: Mapping[str, Any]) -> str:
     return f"{noun} {' and '.join(limits)}" if limits else noun
 
 
+class Parameters(Settings):
+    """The base of what a function takes: a user's function may have types of any class."""
+
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+
+
+class OpenParameters(Parameters):
+    """The base of what a function with `**options` takes."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+
 @cache
 def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settings]:
     """Return the settings that are a function's parameters, with their types and defaults."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    base = OpenParameters if takes_any_option(parameters) else Parameters
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        if name in left_out:
+    for name, parameter in parameters.items():
+        if name in left_out or parameter.kind in VARIADIC:
             continue
         kind = Any if parameter.annotation is parameter.empty else parameter.annotation
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (kind, default)
-    return pydantic.create_model("Parameters", __base__=Settings, **fields)
+    return pydantic.create_model(base.__name__, __base__=base, **fields)
 
 
 # ------------------------------------------------------------------------------ marks in recipes

@@ -13,12 +13,13 @@ from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import OBJECTIVES, ScoreEntropy, training_loss
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.samplers import SAMPLERS, build_sampler, takes_steps
+from adlm.diffusion.samplers import SAMPLERS, build_sampler, choose_sampler, takes_steps
 from adlm.diffusion.sampling import Sampler
 from adlm.diffusion.schedules import SCHEDULES, build_schedule
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import METHODS, PRESETS, build_config
 from adlm.registry import Registry, build
+from adlm.settings import SamplingSettings
 
 TABLES = {
     "sampler": SAMPLERS,
@@ -160,6 +161,10 @@ def short(steps, eta=0.5):
     return build_sampler("remask_cap", steps=steps, eta=eta)
 
 
+def any_options(steps, *rest, **options):
+    return build_sampler("remask_cap", steps=steps, **options)
+
+
 class Whole(Sampler):
     def move(self, view):
         return Move(view.is_hidden)
@@ -187,6 +192,12 @@ def test_an_object_of_a_users_file_is_built_with_its_options(
     assert str(build(SAMPLERS, f"{module}:plan", {}, allow_import=True)) == str(
         build_sampler("remask_cap", steps=3, eta=0.5)
     )
+    assert str(
+        build(SAMPLERS, f"{module}:any_options", {"steps": 4, "eta": 0.5}, allow_import=True)
+    ) == str(built)
+    settings = SamplingSettings(sampler=f"{module}:any_options", steps=4, options={"eta": 0.5})
+    chosen, described = choose_sampler(settings, hidden=4, allow_import=True)
+    assert str(chosen) == str(built) and described["eta"] == 0.5
     wrong: list[tuple[str, dict[str, Any], str]] = [
         (f"{module}:short", {}, f"sampler '{module}:short' needs steps: give steps=VALUE"),
         (f"{module}:short", {"etaa": 1}, "unknown .* option 'etaa' .did you mean eta"),

@@ -21,6 +21,7 @@ from adlm.settings import (
     SamplingSettings,
     Settings,
     SettingsError,
+    derive_settings,
     list_names,
     list_own_names,
 )
@@ -166,6 +167,24 @@ def test_a_rule_over_several_fields_names_them_where_they_are() -> None:
         catch(Pairs, "json", first={"low": 3})
         == "first.low=3 and first.high=1: expected low < high"
     )
+
+
+def test_the_parameters_of_a_function_of_any_form() -> None:
+    def takes_all(*rest: Any, eta: float = 0.1, **options: Any) -> None:
+        """Take any option besides its own."""
+
+    read = derive_settings(takes_all).parse("python", speed=3)
+    assert read.model_dump() == {"eta": 0.1, "speed": 3}
+    assert "eta='x': expected a number" in catch(derive_settings(takes_all), "python", eta="x")
+
+    def takes_tensor(weights: torch.Tensor | None = None) -> None:
+        """Take an object of a class that is not described here."""
+
+    weights = torch.ones(2)
+    assert derive_settings(takes_tensor).parse("python", weights=weights).weights is weights
+    error = catch(derive_settings(takes_tensor), "python", weights=3)
+    assert "weights=3: expected a value of the type" in error and "torch.Tensor | None" in error
+    assert "unknown name" in catch(derive_settings(takes_tensor), "python", speed=3)
 
 
 def test_an_error_of_inner_code_is_renamed_by_the_surface() -> None:
