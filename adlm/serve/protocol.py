@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, create_model, model_validator
 
-from adlm.diffusion.samplers import SAMPLERS
+from adlm.diffusion.samplers import SAMPLERS, LeftToRight
 from adlm.diffusion.sampling import TokenLogprob
 from adlm.settings import SamplingSettings, Settings, SettingsError, list_own_names
 from adlm.text import templates
@@ -77,7 +77,8 @@ class SamplingBody(Body):
             if value is not None and name not in left_out:
                 given[name] = value
         settings = SamplingSettings.parse("openai", None, **given)
-        if isinstance(settings.sampler, str):
+        is_own = settings.sampler == LeftToRight.name  # what answers of causal models name
+        if isinstance(settings.sampler, str) and not is_own:
             SAMPLERS.resolve(settings.sampler)  # a request never imports one
         return settings
 

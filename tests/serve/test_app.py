@@ -315,6 +315,17 @@ def test_a_request_never_imports_a_sampler(
     assert not (tmp_path / "evil.txt").exists() and "evil" not in sys.modules
 
 
+def test_a_causal_model_takes_the_sampler_that_its_answers_name(client: TestClient) -> None:
+    body = {"prompt": "the", "seed": 3, "max_tokens": 8}
+    with TestClient(create_app(lm("ar"))) as causal:
+        plain = complete(causal, **body)
+        named = complete(causal, **body, sampler="left_to_right")
+    assert plain["choices"] == named["choices"]
+    refused = client.post("/v1/completions", json={**body, "sampler": "left_to_right"})
+    assert refused.status_code == 400
+    assert "unknown sampler 'left_to_right'" in refused.json()["error"]["message"]
+
+
 def test_neutral_values_of_unsupported_fields_are_accepted(client: TestClient) -> None:
     neutral: dict[str, Any] = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0}
     for bias in (None, {}):
