@@ -103,6 +103,16 @@ class Settings(BaseModel):
     vocabularies: ClassVar[Mapping[str, Names]] = {}
     elsewhere: ClassVar[str] = ""  # where a name belongs that is no setting, for errors
 
+    def __init__(self, **given: Any) -> None:
+        """Make settings of values by field; an error is ours, as `parse` raises it."""
+        try:
+            super().__init__(**given)
+        except pydantic.ValidationError as error:
+            raise explain(type(self), error.errors(), given, "python") from None
+
+    # Without this mark pydantic would validate through the constructor, which is slower.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def read_scalar(cls, value: Any) -> Any:

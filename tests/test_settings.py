@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 from adlm.diffusion.plans import ancestral
+from adlm.models.language_model import ModelConfig
 from adlm.settings import (
     SamplingArguments,
     SamplingSettings,
@@ -133,6 +134,16 @@ def test_a_sampler_may_be_built_already() -> None:
 )  # fmt: skip
 def test_errors(vocabulary: str, given: dict[str, Any], part: str) -> None:
     assert part in catch(SamplingSettings, vocabulary, **given)
+
+
+def test_errors_of_constructors() -> None:
+    with pytest.raises(SettingsError) as caught:
+        SamplingSettings(top_p=2)
+    assert "top_p=2: expected a number above 0 and at most 1; leave it out" in str(caught.value)
+    with pytest.raises(SettingsError, match=r"gen_length=4: unknown name"):
+        SamplingSettings(gen_length=4)  # type: ignore[call-arg]
+    with pytest.raises(SettingsError, match=r"dim=10 and heads=4: expected dim to be a multiple"):
+        ModelConfig(vocab_size=5, mask_id=4, dim=10, heads=4)
 
 
 def test_errors_of_sections_and_texts() -> None:
