@@ -444,7 +444,9 @@ def read_pairs(pairs: Iterable[Any]) -> dict[str, str]:
 
 
 def list_texts(value: Any) -> Any:
-    """Take one text as a list of one."""
+    """Take one text as a list of one, and None as no text."""
+    if value is None:
+        return ()
     return [value] if isinstance(value, str) else value
 
 

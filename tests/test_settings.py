@@ -136,6 +136,10 @@ def test_errors(vocabulary: str, given: dict[str, Any], part: str) -> None:
     assert part in catch(SamplingSettings, vocabulary, **given)
 
 
+def test_stop_may_be_none() -> None:
+    assert SamplingSettings.parse("python", stop=None).stop == ()
+
+
 def test_errors_of_constructors() -> None:
     with pytest.raises(SettingsError) as caught:
         SamplingSettings(top_p=2)
