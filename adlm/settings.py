@@ -144,7 +144,8 @@ class Settings(BaseModel):
             typed_names[field] = typed
         strict = False if vocabulary in TEXT_VOCABULARIES else None
         try:
-            return cls.model_validate(dict(start or {}) | values, strict=strict)
+            merged = dict(start or {}) | values
+            return cls.model_validate(merged, strict=strict, context=vocabulary)
         except pydantic.ValidationError as error:
             cause = explain(cls, error.errors(), values, vocabulary)
             raise cause.rename(typed_names) from None
@@ -359,6 +360,13 @@ class OpenParameters(Parameters):
 
     model_config = pydantic.ConfigDict(extra="allow")
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def read_undeclared(cls, values: Any) -> Any:
+        """Read the options that are no parameters of their own."""
+        own = cls.model_fields
+        return {name: each if name in own else read_typed(each) for name, each in values.items()}
+
 
 @cache
 def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settings]:
@@ -369,7 +377,7 @@ def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settin
     for name, parameter in parameters.items():
         if name in left_out or parameter.kind in VARIADIC:
             continue
-        kind = Any if parameter.annotation is parameter.empty else parameter.annotation
+        kind = Undeclared if parameter.annotation is parameter.empty else parameter.annotation
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (kind, default)
     return pydantic.create_model(base.__name__, __base__=base, **fields)
@@ -423,24 +431,40 @@ def name_sampler(sampler: BuiltSampler) -> str:
     return sampler.name if isinstance(sampler, NamedSampler) else type(sampler).__name__
 
 
-def read_values(value: Any) -> Any:
-    """Read ["eta=0.04"], as the command line has it, and numbers of numpy."""
-    if isinstance(value, list):
+class TypedText(str):
+    """An option as it was typed, which is read by the type of the sampler's parameter."""
+
+
+def read_values(value: Any, info: pydantic.ValidationInfo) -> Any:
+    """Read ["eta=0.04"] where values are texts, and numbers of numpy."""
+    if isinstance(value, list) and info.context in TEXT_VOCABULARIES:
         return read_pairs(value)
     if isinstance(value, Mapping):
         return {name: to_python(each) for name, each in value.items()}
     return value
 
 
-def read_pairs(pairs: Iterable[Any]) -> dict[str, str]:
+def read_pairs(pairs: Iterable[Any]) -> dict[str, TypedText]:
     """Read name=value pairs."""
     values = {}
     for pair in pairs:
         name, sign, text = str(pair).partition("=")
         if not sign or not name.isidentifier():
             raise ValueError(f"expected name=value; write it as eta=0.04, not {str(pair)!r}")
-        values[name] = text
+        values[name] = TypedText(text)
     return values
+
+
+def keep_typed(value: Any, read: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """Keep an option as it was typed, for the sampler's parameter to read."""
+    return value if isinstance(value, TypedText) else read(value)
+
+
+def read_typed(value: Any) -> Any:
+    """Read an option as it was typed, where no type says how: a number, true or false, or a text."""
+    if not isinstance(value, TypedText):
+        return value
+    return pydantic.TypeAdapter(Scalar).validate_python(str(value), strict=False)
 
 
 def list_texts(value: Any) -> Any:
@@ -464,7 +488,9 @@ Texts = Annotated[
     pydantic.BeforeValidator(list_texts, json_schema_input_type=str | list[str]),
     pydantic.AfterValidator(drop_empty),
 ]
-OptionValue = Annotated[int | float | bool | str, Field(union_mode="left_to_right")]
+Scalar = Annotated[int | float | bool | str, Field(union_mode="left_to_right")]
+OptionValue = Annotated[Scalar, pydantic.WrapValidator(keep_typed)]
+Undeclared = Annotated[Any, pydantic.BeforeValidator(read_typed)]  # a parameter without a type
 Options = Annotated[Mapping[str, OptionValue], pydantic.BeforeValidator(read_values)]
 
 

@@ -222,6 +222,28 @@ def test_whether_a_users_sampler_takes_steps(
     assert not takes_steps(f"{module}:Whole", allow_import=True)
 
 
+def test_options_of_the_command_line_are_read_by_the_samplers_own_types() -> None:
+    def tell(
+        steps: int, eta: float = 0.0, label: str = "", untyped=None, **others: object
+    ) -> Plan | Sampler:
+        seen.update(eta=eta, label=label, untyped=untyped, **others)
+        return build_sampler("ancestral", steps=steps)
+
+    seen: dict[str, Any] = {}
+    pairs = ["eta=1", "label=5", "untyped=5", "other=true"]
+    settings = SamplingSettings.parse("cli", None, **{"--option": pairs})
+    SAMPLERS.register("test:tell", tell)
+    try:
+        choose_sampler(settings.replace(sampler="test:tell"), hidden=4)
+        exact = SamplingSettings(sampler="test:tell", options={"eta": "1"})
+        with pytest.raises(ValueError, match="eta='1': expected a number"):
+            choose_sampler(exact, hidden=4)
+    finally:
+        del SAMPLERS.table["test:tell"]
+    assert seen == {"eta": 1.0, "label": "5", "untyped": 5, "other": True}
+    assert type(seen["eta"]) is float
+
+
 def test_nothing_is_imported_unless_the_caller_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

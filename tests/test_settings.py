@@ -64,7 +64,9 @@ def test_all_names_give_the_same_settings() -> None:
     )
     theirs = parse("python", ours, gen_length=8, num_return_sequences=2, block_length=4, stop=".")
     texts: dict[str, Any] = {"--max-new-tokens": "8", "--n": "2", "--block": "4", "--stop": ["."]}
-    assert ours == theirs == parse("cli", **texts, **{"--option": ["a=0.5", "b=true"]})
+    assert ours == theirs
+    typed = parse("cli", **texts, **{"--option": ["a=0.5", "b=true"]})
+    assert typed == ours.replace(options={"a": "0.5", "b": "true"})  # the sampler's types read them
     body: dict[str, Any] = {"max_tokens": 8, "n": 2, "block": 4, "stop": "."}
     assert ours == parse("openai", **body, options={"a": 0.5, "b": True})
     assert ours == SamplingSettings.model_validate_json(ours.model_dump_json())
@@ -129,6 +131,8 @@ def test_a_sampler_may_be_built_already() -> None:
         ("python", {"temperature": float("nan")}, "temperature=nan: expected a number at least 0"),
         ("python", {"temperature": float("inf")}, "temperature=inf: expected a number at least 0"),
         ("python", {"seed": 2**63}, "seed=9223372036854775808: expected a whole number at least 0 and below"),
+        ("python", {"options": ["eta=1"]}, "options=['eta=1']: expected names with values"),
+        ("openai", {"options": ["eta=1"]}, "options=['eta=1']: expected names with values"),
         ("python", {"options": {"a": [1]}}, "options={'a': [1]}: expected names with values"),
     ],
 )  # fmt: skip

@@ -25,6 +25,8 @@ from adlm.settings import (
     DEFAULT_STEPS,
     SamplingSettings,
     SettingsError,
+    TypedText,
+    Vocabulary,
     derive_settings,
     name_sampler,
 )
@@ -311,7 +313,9 @@ def read_options(
     if "steps" in options:
         raise SettingsError({"options": options}, "steps is a setting; give it outside of options")
     try:
-        checked = derive_settings(factory, "steps").parse("python", None, **options)
+        is_typed = any(isinstance(value, TypedText) for value in options.values())
+        vocabulary: Vocabulary = "recipe" if is_typed else "python"
+        checked = derive_settings(factory, "steps").parse(vocabulary, None, **options)
     except SettingsError as error:
         raise SettingsError({"options": options}, f"of {name}, {error}") from None
     return {option: getattr(checked, option) for option in options}
