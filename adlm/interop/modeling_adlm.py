@@ -16,7 +16,13 @@ from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.diffusion.samplers import LeftToRight, choose_sampler, refuse_samplers
 from adlm.diffusion.sampling import Frame, Row, Sampler, sample_together
 from adlm.models.evaluator import build_evaluator
-from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
+from adlm.models.language_model import (
+    NEG_INF,
+    LanguageModel,
+    ModelConfig,
+    build_on_meta,
+    is_whole,
+)
 from adlm.settings import SamplingArguments, SamplingSettings
 
 UNSEEDED = SamplingSettings(seed=None)
@@ -129,13 +135,20 @@ class AdlmPreTrainedModel(PreTrainedModel):
     ) -> Tensor:
         """Continue the rows of input_ids and fill their mask tokens; return them with the new tokens, padded left.
 
-        The settings are those of `SamplingSettings` under transformers' names. By default a row is as long as the model
-        allows, or where it has mask tokens, as it is. Without a seed, one is drawn from torch's global generator. A
-        model of whole documents puts the end token after the new tokens instead of after the prompt.
+        The settings are those of `SamplingSettings` under transformers' names. By default a row is
+        as long as the model allows, or where it has mask tokens, as it is: these alone are filled,
+        as with max_new_tokens=0. Without a seed, one is drawn from torch's global generator. A
+        model of whole documents puts the end token after the new tokens instead of after the
+        prompt.
         """
+        count = changes.get("max_new_tokens")
+        only_fills = is_whole(count) and count == 0
+        if only_fills:  # elsewhere 0 is refused
+            del changes["max_new_tokens"]
         settings = SamplingSettings.parse("transformers", UNSEEDED, **changes)
         seed = int(torch.randint(2**62, ())) if settings.seed is None else settings.seed
-        n, max_new_tokens = settings.n, settings.max_new_tokens
+        n = settings.n
+        max_new_tokens = 0 if only_fills else settings.max_new_tokens
         shape, config = self.model.config, self.config
         eos, pad = config.eos_token_id, config.pad_token_id
         is_framed = config.rows == "documents" and not shape.is_causal and eos is not None

@@ -195,6 +195,22 @@ def test_holes_are_filled(prose: Path) -> None:
     assert tokenizer.mask_token_id not in tokens
 
 
+def test_generate_without_new_tokens_only_fills_the_masks(exported: tuple[LM, Path]) -> None:
+    lm, folder = exported
+    model = auto_class(lm).from_pretrained(folder)
+    if lm.row_format.is_causal:
+        tokens = torch.ones(1, 3, dtype=torch.int64)
+        with pytest.raises(ValueError, match="max_new_tokens=False: expected a whole number"):
+            model.generate(tokens, max_new_tokens=False)
+        return
+    mask_id = model.model.config.mask_id
+    tokens = torch.ones(1, 6, dtype=torch.int64)
+    tokens[0, 2:4] = mask_id
+    filled = model.generate(tokens, max_new_tokens=0, seed=3, steps=4)
+    assert torch.equal(filled, model.generate(tokens, seed=3, steps=4))
+    assert mask_id not in filled
+
+
 def test_generate_refuses_wrong_settings(exported: tuple[LM, Path]) -> None:
     lm, folder = exported
     model, tokens = auto_class(lm).from_pretrained(folder), torch.ones(1, 3, dtype=torch.int64)
