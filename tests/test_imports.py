@@ -11,7 +11,8 @@ PACKAGE = Path(adlm.__file__).parent
 # (`training.train`).
 LAYERS = [
     "errors",
-    "registry settings defaults",
+    "settings defaults",
+    "registry",
     "files devices",
     "distributed",
     "diffusion",
