@@ -279,7 +279,7 @@ def test_a_link_holds_the_settings(page: ServedPage, address: str) -> None:
         "max_tokens": "9",
         "temperature": "0.5",
     }
-    given |= {"top_p": "0.8", "block": "4", "guesses": "2"}
+    given |= {"top_p": "0.8", "min_p": "0.1", "block": "4", "guesses": "2"}
     page.visit(address, **given)
     page.find("#link").click()
     page.wait("document.getElementById('status').textContent !== ''")
