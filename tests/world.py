@@ -1,10 +1,12 @@
 """A world small enough to be counted: three tokens and a mask, two or three positions, every state enumerated.
 
-Nothing here calls the sampling code: the laws are written down a second time, naively, from
+But for `ancestral_law`, nothing here calls the sampling code: the laws are written down a second time, naively, from
 the paper's Algorithm 1.
 """
 
 import itertools
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +21,8 @@ from adlm.diffusion.categorical import (
     drop_unlikely,
     find_candidates,
 )
-from adlm.diffusion.plans import Plan
+from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
+from adlm.diffusion.samplers import ByScore, EntropyBounded, FirstHitting, RemaskByConfidence
 from adlm.diffusion.sampling import Evaluator, Row, Sampler, fill_rows
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.methods import METHODS, build_config
@@ -225,3 +228,166 @@ def filter_probs(probs: Tensor, sampling: SamplingParams) -> Tensor:
     for i in kept:
         out[i] = weights[i] / whole / mass
     return out
+
+
+def ancestral_law(world: TinyWorld, steps: int) -> Tensor:
+    """The law (S,) of the ancestral sampler by the package's `reverse_distribution`, by matrices (S, S)."""
+    reach, probs = world.point(), world.probs()
+    for step in ancestral(steps):
+        law = reverse_distribution(world.states, probs, step, world.mask)
+        reach = reach @ math.prod(law[:, i, world.states[:, i]] for i in range(world.length))
+    return reach
+
+
+def plan_law(
+    world: TinyWorld,
+    sampler: Plan | RemaskByConfidence,
+    sampling: SamplingParams,
+    start: Tensor,
+    is_free: Tensor,
+    block: int | None,
+) -> Tensor:
+    """The law (S,) of what a plan leaves behind, through every transition of every position.
+
+    A state is its tokens and, for conf, the probability with which each of them was drawn.
+    """
+    by_confidence = isinstance(sampler, RemaskByConfidence)
+    plan = sampler.plan if isinstance(sampler, RemaskByConfidence) else sampler
+    if not plan.nucleus:
+        sampling = SamplingParams(temperature=sampling.temperature)
+    fill = SamplingParams(temperature=0.0) if plan.fill_argmax else sampling
+    here = {(tuple(start.tolist()), (0.0,) * world.length): 1.0}
+    for free, step in itertools.product(world.windows(is_free, block), range(len(plan) + 1)):
+        if is_fill := step == len(plan):
+            sigma, reveal, table = 0.0, 1.0, world.probs(0.0, fill)
+        else:
+            alpha_t, alpha_s, sigma = (
+                float(x[step]) for x in (plan.alpha_t, plan.alpha_s, plan.remask_prob)
+            )
+            kept = (
+                alpha_t if by_confidence else (1 - sigma) * alpha_t
+            )  # conf remasks by its own shares
+            reveal = min(1.0, max(0.0, (alpha_s - kept) / (1 - alpha_t)))
+            table = world.probs(float(plan.noise_level[step]), sampling)
+        after: dict = defaultdict(float)
+        for (tokens, drawn_with), mass in here.items():
+            probs = table[world.number(torch.tensor(tokens))].tolist()
+            visible = [i for i in free if tokens[i] != world.mask]
+            doubt = sum(math.exp(-drawn_with[i]) for i in visible)
+            choices = []
+            for i in range(world.length):
+                if i not in free or (is_fill and i in visible):
+                    choices.append([(tokens[i], drawn_with[i], 1.0)])
+                elif i in visible:
+                    remask = sigma * math.exp(-drawn_with[i]) / doubt if by_confidence else sigma
+                    choices.append(
+                        [(tokens[i], drawn_with[i], 1 - remask), (world.mask, 0.0, remask)]
+                    )
+                else:
+                    drawn = [
+                        (v, p if by_confidence else 0.0, reveal * p) for v, p in enumerate(probs[i])
+                    ]
+                    choices.append([*drawn, (world.mask, 0.0, 1 - reveal)])
+            for combination in itertools.product(*choices):
+                chance = mass * math.prod(c[2] for c in combination)
+                if chance > 0:
+                    after[tuple(c[0] for c in combination), tuple(c[1] for c in combination)] += (
+                        chance
+                    )
+        here = after
+    return sum(
+        (mass * world.point(torch.tensor(tokens)) for (tokens, _), mass in here.items()),
+        0 * world.point(),
+    )
+
+
+def choose_positions(
+    order: ByScore | EntropyBounded, probs: list[list[float]], hidden: list[int], step: int
+) -> list[int]:
+    """The hidden positions that a scored order reveals next."""
+    ordered = {i: sorted(probs[i], reverse=True) for i in hidden}
+    entropies = {i: -sum(p * math.log(p) for p in ordered[i] if p > 0) for i in hidden}
+    score = {
+        "confidence": lambda i: -ordered[i][0],
+        "margin": lambda i: -(ordered[i][0] - ordered[i][1]),
+        "entropy_bounded": lambda i: entropies[i],
+    }[order.name]
+    ranked = sorted(hidden, key=score)
+    if isinstance(order, ByScore):
+        return ranked[: math.ceil(len(hidden) / max(order.steps - step, 1))]
+    count = 1
+    for n in range(2, len(ranked) + 1):
+        costs = [entropies[i] for i in ranked[:n]]
+        if sum(costs) - max(costs) <= order.bound:
+            count = n
+    return ranked[:count]
+
+
+def order_law(
+    world: TinyWorld,
+    order: Sampler,
+    sampling: SamplingParams,
+    start: Tensor,
+    is_free: Tensor,
+    block: int | None,
+) -> Tensor:
+    """The law (S,) of ordered unmasking: all orders and all tokens, one reveal after the other."""
+    plain, filtered = world.probs().tolist(), world.probs(sampling=sampling).tolist()
+    here = {tuple(start.tolist()): 1.0}
+    for window in world.windows(is_free, block):
+        step = 0
+        while any(state[i] == world.mask for state in here for i in window):
+            after: dict = defaultdict(float)
+            for state, mass in here.items():
+                hidden = [i for i in window if state[i] == world.mask]
+                number = int(world.number(torch.tensor(state)))
+                if isinstance(order, FirstHitting):
+                    sets = [[i] for i in hidden] or [[]]
+                else:
+                    assert isinstance(order, ByScore | EntropyBounded)
+                    sets = [choose_positions(order, plain[number], hidden, step)]
+                for chosen in sets:
+                    for tokens in itertools.product(range(world.vocab), repeat=len(chosen)):
+                        new = dict(zip(chosen, tokens, strict=True))
+                        if (
+                            chance := math.prod(filtered[number][i][v] for i, v in new.items())
+                        ) > 0:
+                            after[tuple(new.get(i, v) for i, v in enumerate(state))] += (
+                                mass * chance / len(sets)
+                            )
+            here, step = after, step + 1
+    return sum(
+        (mass * world.point(torch.tensor(state)) for state, mass in here.items()), 0 * world.point()
+    )
+
+
+def exact_law(
+    world: TinyWorld,
+    sampler: Plan | Sampler,
+    sampling: SamplingParams | None = None,
+    start: Tensor | None = None,
+    is_free: Tensor | None = None,
+    block: int | None = None,
+) -> Tensor:
+    """The exact law (S,) of any sampler's final tokens."""
+    start = world.start() if start is None else start
+    is_free = start == world.mask if is_free is None else is_free
+    sampling = sampling or SamplingParams()
+    if isinstance(sampler, Plan | RemaskByConfidence):
+        return plan_law(world, sampler, sampling, start, is_free, block)
+    return order_law(world, sampler, sampling, start, is_free, block)
+
+
+def chi_square_p(counts: Tensor, law: Tensor) -> float:
+    """Probability of a chi-square at least this large if the counts follow the law; rare outcomes are pooled."""
+    assert not counts[law <= 0].any(), "something impossible was drawn"
+    expected = law * counts.sum()
+    is_common = expected >= 5
+    seen, mean = (
+        torch.cat([x[is_common].double(), x[~is_common].sum()[None].double()])
+        for x in (counts, expected)
+    )
+    seen, mean = seen[mean > 1e-3], mean[mean > 1e-3]
+    assert len(seen) > 1, "a law with one outcome has nothing to test"
+    statistic, freedom = ((seen - mean) ** 2 / mean).sum(), torch.tensor(len(seen) - 1.0).double()
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
