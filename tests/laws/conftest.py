@@ -1,5 +1,6 @@
 """One server for all tests that ask it, and a place where runs of the fixtures can go on."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from tests.laws.texts import FIXTURES, folder
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """Serve a masked and a causal model of texts that may end, and one of whole documents."""
+    if os.environ.get("ADLM_ALL") != "1":
+        for extra in ("fastapi", "uvicorn", "prometheus_client"):
+            pytest.importorskip(extra)
     with serve(folder("timed"), folder("ar"), folder("adlm")) as running:
         yield running
 
