@@ -24,6 +24,7 @@ MODULES = {
     "pillow": "PIL",
     "mauve-text": "mauve",
     "pytest-xdist": "xdist",
+    "pyyaml": "yaml",
 }  # where the name is another
 BROKEN = "broken: "
 REINSTALL = "install adlm again from its wheel or, in a checkout, git checkout adlm/weights"
