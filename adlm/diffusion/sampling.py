@@ -125,7 +125,7 @@ class Sampler:
 
     def move(self, view: View) -> Move:
         """Return what changes in this step."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no move(view)")
 
 
 class JointDraw(Protocol):
