@@ -231,6 +231,19 @@ def test_graphs_give_the_features_of_the_model(is_compiled):
     assert set(evaluator.graphs) == captured, "a shape that comes back has its graph"
 
 
+@pytest.mark.parametrize(("counts", "rows"), [((8, 1, 4, 1), {8, 4, 2}), ((1, 8, 1), {1, 8})])
+def test_one_row_after_many_compiles_nothing(counts, rows):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    evaluator = build_evaluator(small_model(), "cuda", is_compiled=True)
+    compiled = []
+    for count in counts:
+        evaluator.features(random_rows(count).cuda(), torch.zeros(count))
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert {size for size, *_ in evaluator.graphs} == rows
+    assert compiled[-1] == compiled[1 if counts[0] == 1 else 0], f"graphs after each: {compiled}"
+
+
 def build_rows(count, sampler, length=64, numbers=None, **options):
     """Rows that are hidden everywhere."""
     hidden = torch.full((length,), MASK)

@@ -35,6 +35,17 @@ def round_rows(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
+def choose_rows(count: int, *, is_compiled: bool, has_one: bool, has_more: bool) -> int:
+    """Return how many rows a call of `count` rows has on a GPU.
+
+    One compilation serves all numbers of rows but one, which torch compiles apart, for about ten seconds. So one row
+    is computed as two where graphs of more rows exist (`has_more`), and none of this row's shape (`has_one`).
+    """
+    if count == 1 and is_compiled and has_more and not has_one:
+        return 2
+    return round_rows(count)
+
+
 def round_length(length: int, max_length: int) -> int:
     """Return the smallest bucket that holds a length."""
     return min(max_length, -(-length // LENGTH_BUCKET) * LENGTH_BUCKET)
@@ -103,10 +114,11 @@ class ModelEvaluator:
             self.max_logit_rows = HEAD_ROWS
         self.logits = build_head(self.model.head, config.mask_id, is_cuda=is_cuda)
         self.run = self._run_model
+        self.is_compiled = is_cuda and is_compiled
         self.uses_graphs = is_cuda and uses_graphs
         self.graphs: dict[tuple[int, ...], CudaGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
-        if is_cuda and is_compiled:
+        if self.is_compiled:
             # Makes tables such as rotary angles before compiling, which would compute them in every layer.
             token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             level = torch.zeros(1, device=self.device) if self.reads_time else None
@@ -133,9 +145,13 @@ class ModelEvaluator:
         valid = None if valid is None else self._send(valid)
         if not self.uses_graphs:
             return self.run(tokens, level, valid)
-        size, width = round_rows(count), round_length(length, self.max_length)
+        width = round_length(length, self.max_length)
         if width > length and valid is None:
             valid = torch.ones_like(tokens, dtype=torch.bool)
+        has_one = (1, width, int(valid is not None)) in self.graphs
+        has_more = any(rows > 1 for rows, *_ in self.graphs)
+        compiled = self.is_compiled
+        size = choose_rows(count, is_compiled=compiled, has_one=has_one, has_more=has_more)
         return self._run_padded(tokens, level, valid, size, width)
 
     def _run_fixed(
