@@ -15,7 +15,7 @@ from typing import Any
 import adlm
 from adlm.cli.output import print_table, progress_bar
 from adlm.evaluate.ppl import describe
-from adlm.evaluate.results import Column, Estimate, Table, save_json
+from adlm.evaluate.results import Estimate, Table, TableColumn, save_json
 from bundled.ngrams import count_bigrams, estimate_heldout_nll
 
 
@@ -58,10 +58,10 @@ def main() -> None:
     for table in result.tables:
         print_table(table)
     columns = [
-        Column("baseline", is_text=True),
-        Column("nats/token", 4),
-        Column("perplexity", 2),
-        Column("bits/byte", 4),
+        TableColumn("baseline", is_text=True),
+        TableColumn("nats/token", 4),
+        TableColumn("perplexity", 2),
+        TableColumn("bits/byte", 4),
     ]
     rows: list[list[Any]] = []
     for name, nll in baselines.items():

@@ -228,11 +228,11 @@ def print_entries(
                 f"{key:<10}  {value:,}" if isinstance(value, int) else f"{key:<10}  {value}"
             )
     else:
-        from adlm.evaluate.results import Column, Table
+        from adlm.evaluate.results import Table, TableColumn
 
         shown = list(entries[0])[: list(entries[0]).index("about") + 1]
         columns = [
-            Column(key, is_text=isinstance(entries[0][key], str), is_optional=key == "data")
+            TableColumn(key, is_text=isinstance(entries[0][key], str), is_optional=key == "data")
             for key in shown
         ]
         print_table(Table(columns, [[entry[key] for key in shown] for entry in entries]))

@@ -23,7 +23,7 @@ from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
     from adlm.evaluate.cache import ProgressCallback
-    from adlm.evaluate.results import Column, EvalResult, Table
+    from adlm.evaluate.results import EvalResult, Table, TableColumn
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
 BARS = "▁▂▃▄▅▆▇█"
@@ -116,7 +116,7 @@ def print_table(table: Table, console: SafeConsole | None = None) -> None:
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    from adlm.evaluate.results import Column
+    from adlm.evaluate.results import TableColumn
 
     console = console or SafeConsole()
     if not console.is_terminal:
@@ -138,7 +138,7 @@ def print_table(table: Table, console: SafeConsole | None = None) -> None:
         ]
         pairs = [pair for row in rows for pair in (*row, ("", ""))][:-1]
         return print_table(
-            replace(table, columns=[Column("", is_text=True)] * 2, rows=pairs), console
+            replace(table, columns=[TableColumn("", is_text=True)] * 2, rows=pairs), console
         )
     grid = RichTable(title=escape(table.title) or None, title_justify="left")
     for i, width in widths.items():
@@ -158,7 +158,7 @@ def print_table(table: Table, console: SafeConsole | None = None) -> None:
 
 
 def fit_columns(
-    columns: Sequence[Column], lines: Sequence[list[str]], min_text: int, room: int
+    columns: Sequence[TableColumn], lines: Sequence[list[str]], min_text: int, room: int
 ) -> dict[int, int]:
     """The columns that fit, with their least widths; optional ones are left out from the right."""
     widths = {}

@@ -335,7 +335,7 @@ def score(
             {"scores": rows, "seconds": seconds, "settings": settings | {"device": str(lm.device)}}
         )
         return
-    from adlm.evaluate.results import Cell, Column, Estimate, Table
+    from adlm.evaluate.results import Cell, Estimate, Table, TableColumn
     from adlm.likelihood import MAX_ENUMERATED
 
     table_rows: list[list[Cell]] = []
@@ -350,8 +350,8 @@ def score(
         table_rows.append(
             [shown, each.tokens, nll, f"{sign}{each.ppl:,.1f}", f"{sign}{each.bits_per_byte:.3f}"]
         )
-    columns = [Column("text", is_text=True), Column("tokens", is_optional=True)]
-    columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
+    columns = [TableColumn("text", is_text=True), TableColumn("tokens", is_optional=True)]
+    columns += [TableColumn(name) for name in ("nats/token", "perplexity", "bits/byte")]
     output.print_table(Table(columns, table_rows))
     which = "" if lm.model.config.time_conditioning else f" of more than {MAX_ENUMERATED} tokens"
     kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text{which}"

@@ -133,10 +133,13 @@ def prepare(
 
 def print_summary(console: SafeConsole, manifest: "Manifest", out: Path) -> None:
     """Print a table of the splits, the tokenizer and the next command."""
-    from adlm.evaluate.results import Column, Table
+    from adlm.evaluate.results import Table, TableColumn
 
     counts = ("rows", "tokens", "documents")
-    columns = [Column("split", is_text=True), *(Column(name) for name in (*counts, "text"))]
+    columns = [
+        TableColumn("split", is_text=True),
+        *(TableColumn(name) for name in (*counts, "text")),
+    ]
     splits = manifest.splits.items()
     rows = [
         [name, *(getattr(split, key) for key in counts), format_bytes(split.bytes)]

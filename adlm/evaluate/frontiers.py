@@ -22,7 +22,7 @@ from adlm.evaluate.cache import (
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import list_models
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
+from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.settings import DEFAULT_TOP_P
@@ -169,16 +169,23 @@ def tabulate_points(
 ) -> Table:
     """One row for each point, the held-out text last."""
     names = shorten_names([point["model"] for point in points])
-    columns = [Column(name, is_text=True) for name in ("model", "sampler")]
+    columns = [TableColumn(name, is_text=True) for name in ("model", "sampler")]
     columns += [
-        Column("steps"),
-        Column("T"),
-        Column("p"),
-        Column("NFE", 1),
-        Column("s/text", is_optional=True),
+        TableColumn("steps"),
+        TableColumn("T"),
+        TableColumn("p"),
+        TableColumn("NFE", 1),
+        TableColumn("s/text", is_optional=True),
     ]
-    columns += [Column("tokens", 1, is_optional=True), Column("Gen-PPL", 1), Column("entropy")]
-    columns += [Column("distinct-2", is_optional=True), Column("repeated-4", is_optional=True)]
+    columns += [
+        TableColumn("tokens", 1, is_optional=True),
+        TableColumn("Gen-PPL", 1),
+        TableColumn("entropy"),
+    ]
+    columns += [
+        TableColumn("distinct-2", is_optional=True),
+        TableColumn("repeated-4", is_optional=True),
+    ]
     rows: list[list[Any]] = []
     for point in points:
         speed = f"{point['seconds']:.3g} ± {point['seconds_sd']:.1g}"

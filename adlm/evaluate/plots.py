@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from adlm.errors import import_extra
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
+from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn, shorten_names
 from adlm.registry import load_object
 from adlm.training.logging import read_metrics
 from adlm.view.look import COLORS, GRAY, LIGHT
@@ -372,4 +372,6 @@ def build_runs_table(runs: Sequence[RunCurves]) -> Table:
         best = [last.get(name) for name in ("best/ppl", "best/step", "unigram/ppl")]
         rows.append([names[run.folder], last["last_step"], ppl, *best])
     numbers = ("last step", "val/ppl", "best/ppl", "best/step", "unigram/ppl")
-    return Table([Column("run", is_text=True), *(Column(name, digits=2) for name in numbers)], rows)
+    return Table(
+        [TableColumn("run", is_text=True), *(TableColumn(name, digits=2) for name in numbers)], rows
+    )

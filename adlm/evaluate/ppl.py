@@ -29,7 +29,7 @@ from adlm.evaluate.cache import (
 )
 from adlm.evaluate.data import EvalDataset, RowLayout, count_row_bytes, load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
+from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn, shorten_names
 from adlm.evaluate.stats import estimate_ratio_difference
 from adlm.likelihood import (
     ORDERS,
@@ -469,11 +469,14 @@ def tabulate(entries: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each estimate."""
     names = shorten_names([entry["model"] for entry in entries])
     texts = shorten_names([entry["data"] for entry in entries])
-    columns = [Column("data", is_text=True)] if len(texts) > 1 else []
-    columns += [Column("model", is_text=True), Column("estimate", is_text=True)]
-    columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
-    columns += [Column("noise s.e.", 4, is_optional=True), Column("tokens", is_optional=True)]
-    columns += [Column("rows' hash", is_text=True, is_optional=True)]
+    columns = [TableColumn("data", is_text=True)] if len(texts) > 1 else []
+    columns += [TableColumn("model", is_text=True), TableColumn("estimate", is_text=True)]
+    columns += [TableColumn(name) for name in ("nats/token", "perplexity", "bits/byte")]
+    columns += [
+        TableColumn("noise s.e.", 4, is_optional=True),
+        TableColumn("tokens", is_optional=True),
+    ]
+    columns += [TableColumn("rows' hash", is_text=True, is_optional=True)]
     rows: list[list[Any]] = []
     for entry in entries:
         for each in filter(None, (entry, entry.get("unmasking"))):
@@ -506,11 +509,11 @@ def tabulate_differences(differences: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each paired difference."""
     names = shorten_names([each[key] for each in differences for key in ("model", "baseline")])
     columns = [
-        Column("data", is_text=True),
-        Column("difference", is_text=True),
-        Column("unit", is_text=True),
+        TableColumn("data", is_text=True),
+        TableColumn("difference", is_text=True),
+        TableColumn("unit", is_text=True),
     ]
-    columns += [Column("value", 4), Column("over", is_text=True, is_optional=True)]
+    columns += [TableColumn("value", 4), TableColumn("over", is_text=True, is_optional=True)]
     rows: list[list[Any]] = []
     for each in differences:
         text, pair = (
@@ -706,13 +709,14 @@ def zero_shot(
 def tabulate_sets(entries: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each set and model, with the paper's perplexities in brackets where they do not compare."""
     names = shorten_names([entry["model"] for entry in entries])
-    columns = [Column("set", is_text=True), Column("model", is_text=True)]
+    columns = [TableColumn("set", is_text=True), TableColumn("model", is_text=True)]
     columns += [
-        Column(name) for name in ("nats/token", "ppl", "bits/byte", f"paper ({'/'.join(PAPER)})")
+        TableColumn(name)
+        for name in ("nats/token", "ppl", "bits/byte", f"paper ({'/'.join(PAPER)})")
     ]
     columns += [
-        Column("tokens", is_optional=True),
-        Column("rows' hash", is_text=True, is_optional=True),
+        TableColumn("tokens", is_optional=True),
+        TableColumn("rows' hash", is_text=True, is_optional=True),
     ]
     rows: list[list[Any]] = []
     for entry in entries:

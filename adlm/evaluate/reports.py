@@ -20,7 +20,7 @@ from adlm.evaluate.frontiers import frontier
 from adlm.evaluate.plots import draw_figures
 from adlm.evaluate.ppl import list_models, perplexity, zero_shot
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json, to_json
+from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn, save_json, to_json
 from adlm.evaluate.sample_metrics import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.files import hash_file, write_atomically
@@ -233,7 +233,7 @@ def report(
         paths_written += plots
     described, shown = [describe_model(lm) for lm in lms], list(sections.values())
     columns = [
-        Column(name.replace("_", " "), is_text=isinstance(value, str))
+        TableColumn(name.replace("_", " "), is_text=isinstance(value, str))
         for name, value in described[0].items()
     ]
     summary = tabulate_summary(metrics)
@@ -262,7 +262,9 @@ def report(
     states = [[each.title, f"no: {each.reason}" if each.reason else "yes"] for each in shown]
     tables = [
         summary,
-        Table([Column("section", is_text=True), Column("measured", is_text=True)], states),
+        Table(
+            [TableColumn("section", is_text=True), TableColumn("measured", is_text=True)], states
+        ),
     ]
     result = EvalResult("report", whole, settings, provenance, tables)
     save_json(out / "report.json", result.as_dict())
@@ -351,8 +353,8 @@ def tabulate_summary(metrics: Sequence[Mapping[str, Any]]) -> Table:
         first.setdefault(
             (each["model"], each["type"]), [each["model"], each["name"], each["data"], estimate]
         )
-    columns = [Column(name, is_text=True) for name in ("model", "metric", "data")]
-    return Table([*columns, Column("value")], list(first.values()))
+    columns = [TableColumn(name, is_text=True) for name in ("model", "metric", "data")]
+    return Table([*columns, TableColumn("value")], list(first.values()))
 
 
 def hide_paths(value: Any, *, paths: Sequence[str]) -> Any:

@@ -42,7 +42,7 @@ Cell = str | int | float | Estimate | None
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column of a table: its name, the digits of its numbers."""
 
     name: str
@@ -66,7 +66,7 @@ class Column:
 class Table:
     """A table as data; `adlm.cli.output` prints it, the report renders it as HTML and Markdown."""
 
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     notes: Sequence[str] = ()  # how to read it

@@ -28,7 +28,7 @@ from adlm.evaluate.cache import (
     open_cache,
 )
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table
+from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn
 from adlm.evaluate.scorer import (
     BATCH,
     ScoringModel,
@@ -530,7 +530,7 @@ def tabulate_samples(
         "are near those of real text: a lower Gen-PPL with less entropy is repetition. Compare only metrics of one "
         "scoring model and of equally many texts of one length."
     )
-    titles = [Column("metric", is_text=True), Column("samples"), Column("real text")]
+    titles = [TableColumn("metric", is_text=True), TableColumn("samples"), TableColumn("real text")]
     return Table(titles, list(zip(names, *columns, strict=True)), notes=[note])
 
 

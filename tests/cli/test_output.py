@@ -10,10 +10,10 @@ import pytest
 
 from adlm.cli.output import parse_list, print_result, print_table
 from adlm.evaluate.results import (
-    Column,
     Estimate,
     EvalResult,
     Table,
+    TableColumn,
     render_markdown,
     save_json,
     shorten_names,
@@ -21,7 +21,11 @@ from adlm.evaluate.results import (
 )
 from adlm.view.console import SafeConsole
 
-COLUMNS = [Column("model", is_text=True), Column("nll"), Column("tokens", is_optional=True)]
+COLUMNS = [
+    TableColumn("model", is_text=True),
+    TableColumn("nll"),
+    TableColumn("tokens", is_optional=True),
+]
 TABLE = Table(
     COLUMNS,
     [["a rather long name of a model", Estimate(1.23456, 0.5), 12345], ["b[i]", None, 7]],
@@ -46,7 +50,7 @@ def test_numbers_are_never_cut(width: int) -> None:
 def test_a_table_of_many_numbers_has_a_line_for_every_cell(width: int) -> None:
     """As wide as the frontier of `adlm eval`: below the width that it needs, no number is cut and no line is longer."""
     names = ["steps", "T", "p", "NFE", "Gen-PPL", "entropy", "distinct-2", "repeated-4"]
-    columns = [Column("model", is_text=True), *(Column(name, 1) for name in names)]
+    columns = [TableColumn("model", is_text=True), *(TableColumn(name, 1) for name in names)]
     numbers = [
         1234,
         0.5,

@@ -12,7 +12,7 @@ import pytest
 
 from adlm import load
 from adlm.evaluate.reports import TITLES, Section, hide_paths, name_models, report, write_pages
-from adlm.evaluate.results import Column, EvalResult, Table
+from adlm.evaluate.results import EvalResult, Table, TableColumn
 from tests.cli.terminal import answer_json, trained
 from tests.evaluate.scorers import causal, causal_folder, documents, needs, with_matplotlib
 from tests.evaluate.test_zeroshot import write_sets
@@ -152,7 +152,7 @@ def test_no_text_becomes_markup(tmp_path: Path) -> None:
 
     def write(text: str) -> tuple[str, str]:
         table = Table(
-            [Column(text, is_text=True), Column("x")],
+            [TableColumn(text, is_text=True), TableColumn("x")],
             [[text, 1.0], [text, None]],
             title=text,
             notes=[text],

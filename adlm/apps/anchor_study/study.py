@@ -34,7 +34,7 @@ from adlm.evaluate.cache import (
 )
 from adlm.evaluate.data import RowLayout, fetch_rows, iterate_rows, load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, shorten_names
+from adlm.evaluate.results import Cell, Estimate, EvalResult, Table, TableColumn, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.stats import estimate_ratio, flatten_estimates
@@ -735,7 +735,7 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
                 key: COLUMN_NAMES.get(key, key.replace("_", " ")) for key in (*texts, *numbers)
             }
             columns = [
-                Column(names[key], 1 if key in ("nfe", "gen_ppl") else 3, key in texts)
+                TableColumn(names[key], 1 if key in ("nfe", "gen_ppl") else 3, key in texts)
                 for key in names
             ]
             rows = [[get_cell(row, key) for key in names] for row in study[part]]
@@ -743,8 +743,10 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
         tables[-1] = replace(tables[-1], notes=[NOTE])
     if len(studies) > 1:
         metrics, runs = shared_metrics(studies), shorten_names(list(map(find_run, studies)))
-        columns = [Column("run", is_text=True), Column("step"), Column(ACCURACY)]
-        columns += [Column(METRICS[name], digits=1 if name == "gen_ppl" else 3) for name in metrics]
+        columns = [TableColumn("run", is_text=True), TableColumn("step"), TableColumn(ACCURACY)]
+        columns += [
+            TableColumn(METRICS[name], digits=1 if name == "gen_ppl" else 3) for name in metrics
+        ]
         measured = [[get_metric(study, name) for name in (ACCURACY, *metrics)] for study in studies]
         rows = [
             [runs[find_run(study)], study["step"], *own]
@@ -752,8 +754,8 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
         ]
         tables.append(Table(columns, rows, "Models", ["± is a standard error over rows or texts."]))
     if correlations:
-        columns = [Column(name, is_text=True) for name in (f"{ACCURACY} with", "among")]
-        columns += [Column("models"), Column("ρ (95%)", digits=2)]
+        columns = [TableColumn(name, is_text=True) for name in (f"{ACCURACY} with", "among")]
+        columns += [TableColumn("models"), TableColumn("ρ (95%)", digits=2)]
         intervals = [
             Estimate(each["rho"], interval=(each["low"], each["high"])) for each in correlations
         ]

@@ -30,7 +30,7 @@ from adlm.evaluate.cache import (
     open_cache,
 )
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table
+from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn
 from adlm.files import hash_file, write_atomically
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.text.generation import GenerationRequest
@@ -220,10 +220,10 @@ def code(
         *(note for each in measured for note in each.notes),
     ]
     columns = [
-        Column("metric", is_text=True),
-        Column("model", is_text=True),
-        Column("share"),
-        Column("of"),
+        TableColumn("metric", is_text=True),
+        TableColumn("model", is_text=True),
+        TableColumn("share"),
+        TableColumn("of"),
     ]
     warned = list(dict.fromkeys(warning for each in measured for warning in each.warnings))
     provenance = collect_provenance(lms[0].device if lms else "cpu")

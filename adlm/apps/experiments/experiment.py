@@ -35,7 +35,7 @@ from adlm.evaluate.cache import decode_array, encode_array, hash_settings
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import NllSettings, estimate_texts
 from adlm.evaluate.provenance import collect_provenance
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json
+from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn, save_json
 from adlm.evaluate.stats import describe_seeds, estimate_ratio_difference
 from adlm.files import file_lock, read_json, read_stored
 from adlm.settings import Settings, SettingsError, Stored, list_fields
@@ -473,7 +473,7 @@ def judge_claim(claim: Record, pooled_variance: float) -> str:
 def build_report(results: Record) -> EvalResult:
     """Build the tables of arms and of paired differences with verdicts, and the data of the plots."""
     text, summary, figures, sets = (
-        partial(Column, is_text=True),
+        partial(TableColumn, is_text=True),
         summarize(results),
         Record(),
         list[Record](),
@@ -493,9 +493,14 @@ def build_report(results: Record) -> EvalResult:
                 *more,
             ]
         )
-    columns = [text("corpus"), text("arms"), text("by seed"), Column("mean (95% over seeds)", 4)]
+    columns = [
+        text("corpus"),
+        text("arms"),
+        text("by seed"),
+        TableColumn("mean (95% over seeds)", 4),
+    ]
     tables = [Table(columns, rows["arms"], "Held-out nll, nats per token")]
-    columns = [*columns, Column("s.e. over documents", 4), text("claim"), text("verdict")]
+    columns = [*columns, TableColumn("s.e. over documents", 4), text("claim"), text("verdict")]
     tables.append(
         Table(columns, rows["comparisons"], "Paired differences; below 0 the first arm is better")
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from adlm.apps.reasoning.items import Item, Markers, pad_rows
 from adlm.apps.reasoning.settings import ReasoningConfig
-from adlm.apps.reasoning.tasks import ItemBatch, Task
+from adlm.apps.reasoning.tasks import ItemBatch, ProblemSet
 from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch, Selection
@@ -256,7 +256,7 @@ class ReasoningObjective(Objective):
 
     @staticmethod
     def from_config(
-        config: ReasoningConfig, task: Task, *, multiple: int = 1
+        config: ReasoningConfig, task: ProblemSet, *, multiple: int = 1
     ) -> ReasoningObjective:
         """Build the objective of a run."""
         settings, arm = config.reasoning, ARMS[config.reasoning.arm]

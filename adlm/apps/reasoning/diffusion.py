@@ -18,7 +18,7 @@ from adlm.apps.reasoning.arms import ARMS, LAST, RowLayout, lay_out
 from adlm.apps.reasoning.decoding import Decoded, decode_in_batches, find_answer
 from adlm.apps.reasoning.items import WORD_MARKERS, Item, index_words, pad_rows
 from adlm.apps.reasoning.settings import ReasoningConfig
-from adlm.apps.reasoning.tasks import ItemBatch, Task
+from adlm.apps.reasoning.tasks import ItemBatch, ProblemSet
 from adlm.diffusion.anchors import build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.features import FeatureModel
@@ -112,7 +112,7 @@ class HoleObjective(MaskedDiffusion):
 
     @staticmethod
     def from_config(
-        config: ReasoningConfig, task: Task, *, multiple: int = 1, sampler: str | None = None
+        config: ReasoningConfig, task: ProblemSet, *, multiple: int = 1, sampler: str | None = None
     ) -> "HoleObjective":
         """Build the objective of a run; `sampler` is by default the first of reasoning.samplers."""
         names, arm = config.reasoning.samplers, config.reasoning.arm

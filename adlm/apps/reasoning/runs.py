@@ -39,7 +39,7 @@ from adlm.apps.reasoning.tasks import (
     GENERATORS,
     RECODED,
     ItemBatches,
-    Task,
+    ProblemSet,
     hash_items,
     open_task,
 )
@@ -180,7 +180,7 @@ class ReasoningTask(training_task.Task):
         return "\n".join(lines)
 
 
-def open_task_and_init(config: ReasoningConfig) -> tuple[Task, InitModel | None]:
+def open_task_and_init(config: ReasoningConfig) -> tuple[ProblemSet, InitModel | None]:
     """Open the task and the model of `init`, whose vocabulary the markers of the task and then the mask follow."""
     if config.init is None:
         name = config.reasoning.tokenizer or "gpt2"
@@ -230,7 +230,7 @@ def open_task_and_init(config: ReasoningConfig) -> tuple[Task, InitModel | None]
 
 
 def build_shape(
-    config: ReasoningConfig, task: Task, init: InitModel | None, longest: int
+    config: ReasoningConfig, task: ProblemSet, init: InitModel | None, longest: int
 ) -> ModelConfig:
     """Build the model config of a run: that of the base model, or the recipe's with the task's vocabulary."""
     if config.model.network is not None:
@@ -258,7 +258,7 @@ def build_shape(
 
 
 def build_reasoning_objective(
-    config: ReasoningConfig, task: Task, *, multiple: int = 1
+    config: ReasoningConfig, task: ProblemSet, *, multiple: int = 1
 ) -> ReasoningObjective | HoleObjective:
     """Build the objective of an arm: of a causal model, or of a masked one that fills holes."""
     kind = ReasoningObjective if ARMS[config.reasoning.arm].holes is None else HoleObjective
@@ -267,7 +267,7 @@ def build_reasoning_objective(
 
 def solve(
     model: LanguageModel,
-    task: Task,
+    task: ProblemSet,
     objective: ReasoningObjective | HoleObjective,
     items: Sequence[Item],
 ) -> list[Decoded]:
@@ -295,7 +295,7 @@ def solve(
     return decode_in_batches([layout.prompt for layout in layouts], decode)
 
 
-def format_solution(task: Task, item: Item, result: Decoded) -> str:
+def format_solution(task: ProblemSet, item: Item, result: Decoded) -> str:
     """Format a question, what the model wrote, and whether it is right."""
     verdict = (
         "right" if result.answer == item.answer else f"wrong, expected {task.decode(item.answer)}"
@@ -309,7 +309,7 @@ class LoadedRun:
 
     config: ReasoningConfig
     model: LanguageModel
-    task: Task
+    task: ProblemSet
     objective: ReasoningObjective | HoleObjective
     step: int
     folder: Path  # of its weights
@@ -400,7 +400,7 @@ def evaluate(
 
 
 def measure_results(
-    task: Task, items: Sequence[Item], results: Sequence[Decoded]
+    task: ProblemSet, items: Sequence[Item], results: Sequence[Decoded]
 ) -> dict[str, Any]:
     """Compute the accuracy on a test set and its cost; on Sudoku, the share of right cells too."""
     is_right = np.array(

@@ -59,7 +59,7 @@ def draw_numbers(total: int, seed: int, step: int, count: int) -> list[int]:
     return [_permute(seed, number // total, total)[number % total] for number in numbers]
 
 
-class Task:
+class ProblemSet:
     """Problems in a vocabulary of whole words; by default new ones at every step, of 1 to `hops` hops."""
 
     length: int | None = None  # of a model from scratch; None: the longest problem decides
@@ -160,7 +160,7 @@ class Task:
         return self.tokenizer.decode([i for i in ids if i not in self.markers]).strip()
 
 
-class TextTask(Task):
+class TextProblemSet(ProblemSet):
     """Problems of files in the vocabulary of a model's tokenizer, which the markers follow."""
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
@@ -221,7 +221,7 @@ class TextTask(Task):
         return self.tokenizer.encode(f"{text}\n")
 
 
-class SudokuTask(Task):
+class SudokuProblemSet(ProblemSet):
     """The puzzle is the question, the board the answer; training draws a symmetry of each puzzle."""
 
     @cached_property
@@ -262,13 +262,13 @@ class SudokuTask(Task):
 
 
 TASKS = (
-    dict.fromkeys(GENERATORS, Task)
-    | dict.fromkeys(datasets.DATASETS, TextTask)
-    | {"sudoku": SudokuTask}
+    dict.fromkeys(GENERATORS, ProblemSet)
+    | dict.fromkeys(datasets.DATASETS, TextProblemSet)
+    | {"sudoku": SudokuProblemSet}
 )
 
 
-def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
+def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> ProblemSet:
     """Open a task by its settings; text tasks take the tokenizer of the model that is trained."""
     return Registry("task", TASKS).resolve(str(settings.task))(settings, tokenizer)
 
@@ -309,7 +309,9 @@ class ItemBatch(Batch):
 class ItemBatches:
     """An endless iterator over the batches of a task; a batch is a function of seed and step."""
 
-    def __init__(self, task: Task, batch: int, *, seed: int, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, task: ProblemSet, batch: int, *, seed: int, rank: int = 0, size: int = 1
+    ) -> None:
         self.task, self.batch, self.seed, self.rank, self.size, self.step = (
             task,
             batch,

@@ -12,7 +12,7 @@ import pydantic
 
 from adlm.apps.reasoning.arms import ARMS
 from adlm.apps.reasoning.tasks import GENERATORS
-from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table
+from adlm.evaluate.results import Cell, Estimate, EvalResult, Table, TableColumn
 from adlm.evaluate.stats import NORMAL_975
 from adlm.files import read_stored, write_atomically
 from adlm.settings import Stored
@@ -269,15 +269,15 @@ def build_table(task: str, arms: Mapping[str, Sequence[Result]]) -> Table:
     tests = next(iter(arms.values()))[0]["tests"]
     first = next(iter(tests))
     columns = [
-        Column("arm", is_text=True),
-        Column("seeds"),
-        *(Column(f"{test}, %", 1) for test in tests),
+        TableColumn("arm", is_text=True),
+        TableColumn("seeds"),
+        *(TableColumn(f"{test}, %", 1) for test in tests),
     ]
     columns += [
-        Column("tokens", 1),
-        Column("passes", 1),
-        Column("training FLOPs", is_text=True),
-        Column("parameters"),
+        TableColumn("tokens", 1),
+        TableColumn("passes", 1),
+        TableColumn("training FLOPs", is_text=True),
+        TableColumn("parameters"),
     ]
     rows: list[list[Cell]] = []
     for arm, own in arms.items():
@@ -300,7 +300,7 @@ def build_table(task: str, arms: Mapping[str, Sequence[Result]]) -> Table:
 def build_verdict_tables(comparisons: Sequence[Result], verdicts: Sequence[Result]) -> list[Table]:
     """Build the table of compared arms, and that of claims: a row for each claim and task, a column for each level."""
     names = ("task", "test", "arms", "difference", "SD", "verdict")
-    columns = [Column(name, 2, is_text=name not in ("difference", "SD")) for name in names]
+    columns = [TableColumn(name, 2, is_text=name not in ("difference", "SD")) for name in names]
     compared = []
     for each in comparisons:
         pair, verdict = f"{each['arm']} – {each['other']}", each["verdict"] or WORDS[None]
@@ -311,7 +311,7 @@ def build_verdict_tables(comparisons: Sequence[Result], verdicts: Sequence[Resul
         for task, value in (each["tasks"] | overall).items():
             cells.setdefault((each["claim"], task), []).append(WORDS[value])
     claims = [[*key, *row, *[None] * (len(LEVELS) - len(row))] for key, row in cells.items()]
-    texts = [Column(name, is_text=True) for name in ("claim", "task", *LEVELS)]
+    texts = [TableColumn(name, is_text=True) for name in ("claim", "task", *LEVELS)]
     compared_arms = Table(columns, compared, "compared arms, in points", [RULE])
     return [compared_arms, Table(texts, claims, "verdicts at h, h+1, h+2 hops")]
 
@@ -327,7 +327,9 @@ def estimate_accuracy(accuracy: float, problems: int) -> Estimate:
 def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
     """Build the table of runs' results, by folder: one row for each test set."""
     names = ("run", "task", "arm", "seed", "test", "accuracy, %", "problems", "tokens", "passes")
-    columns = [Column(name, 1, is_text=name in ("run", "task", "arm", "test")) for name in names]
+    columns = [
+        TableColumn(name, 1, is_text=name in ("run", "task", "arm", "test")) for name in names
+    ]
     rows: list[list[Cell]] = []
     for folder, result in results.items():
         for sampler, tests in result.get("samplers", {"": result["tests"]}).items():

@@ -10,7 +10,7 @@ import torch
 from adlm.apps.reasoning import runs, sudoku
 from adlm.apps.reasoning.diffusion import SAMPLINGS, HoleObjective, fill_holes, pad_holes
 from adlm.apps.reasoning.items import MARKERS
-from adlm.apps.reasoning.tasks import ItemBatch, ItemBatches, Task, open_task
+from adlm.apps.reasoning.tasks import ItemBatch, ItemBatches, ProblemSet, open_task
 from adlm.config import Config, load_config
 from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel
@@ -45,22 +45,22 @@ def make_config(task: str, arm: str, boards: Path, *changes: str) -> Config:
 
 def open_objective(
     task: str, arm: str, boards: Path, sampler: str = "confidence"
-) -> tuple[Task, HoleObjective]:
+) -> tuple[ProblemSet, HoleObjective]:
     config = make_config(task, arm, boards)
     opened = open_task(config.reasoning)
     return opened, HoleObjective.from_config(config, opened, sampler=sampler)
 
 
-def build_model(task: Task, arm: str, boards: Path, *changes: str) -> LanguageModel:
+def build_model(task: ProblemSet, arm: str, boards: Path, *changes: str) -> LanguageModel:
     config = make_config(task.name, arm, boards, *changes).replace(method=arm)
     return LanguageModel(runs.build_shape(config, task, None, 64))
 
 
-def draw_batch(task: Task, rows: int, seed: int = 0) -> ItemBatch:
+def draw_batch(task: ProblemSet, rows: int, seed: int = 0) -> ItemBatch:
     return next(iter(ItemBatches(task, rows, seed=seed)))
 
 
-def spell(task: Task, ids: list[int]) -> str:
+def spell(task: ProblemSet, ids: list[int]) -> str:
     return " ".join(
         "_" if token == HOLE else str(task.tokenizer.bpe.id_to_token(token)) for token in ids
     )
