@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from adlm.bundled import DEFAULT
 from adlm.cli import options, output
 from adlm.cli.apps import add_app_commands
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
@@ -28,10 +28,7 @@ DISTRIBUTED = ("perplexity", "zero_shot", "samples")  # the functions whose proc
 COMMAND_PARAMETERS = (
     "model",
     "models",
-    "device",
-    "network",
-    "objective",
-    "is_json",
+    "own",
     "deterministic",
     "chosen",
 )
@@ -70,8 +67,16 @@ OutFolder = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class EvalOptions(options.LoadOptions):
+    """The options of every command."""
+
+    is_json: options.Json = False
+
+
 def run_eval(
     task: str,
+    own: EvalOptions,
     parameters: dict[str, Any],
     *,
     module: str = "adlm.evaluate",
@@ -85,31 +90,28 @@ def run_eval(
     for name, kind in LISTS.items():
         if isinstance(settings.get(name), str):
             settings[name] = output.parse_list(f"--{name.replace('_', '-')}", settings[name], kind)
-    is_json, out = parameters["is_json"], parameters["out"]
+    out = parameters["out"]
     if not settings.get("data", True):
         raise ValueError("--data is required: a text file, a folder or a dataset name")
     if task not in DISTRIBUTED and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(f"{task} runs in one process: run `adlm eval {task}` without torchrun")
     output.check_output_folder("--out", out)
-    with explain_full_disk(out), output.json_stdout(is_json):
+    with explain_full_disk(out), output.json_stdout(own.is_json):
         from adlm.distributed import init_distributed
-        from adlm.text.lm import load
 
         with (
-            init_distributed(parameters["device"]) as context,
+            init_distributed(own.device) as context,
             output.progress_bar(context.is_main) as on_progress,
         ):
             settings |= {"context": context} if task in DISTRIBUTED else {}
-            placed = {
-                "device": str(context.device),
-                "deterministic": parameters.get("deterministic", False),
-                "network": parameters.get("network"),
-                "objective": parameters.get("objective"),
-            }
-            names = dict.fromkeys(parameters.get("models") or [parameters.get("model") or DEFAULT])
-            models: Any = (
-                load(name, **placed) for name in names if has_models
-            )  # `anchors` takes one at a time
+            loading = replace(own, device=str(context.device))
+            deterministic = parameters.get("deterministic", False)
+            names = dict.fromkeys(parameters.get("models") or [parameters.get("model")])
+            models: Any = (  # `anchors` takes one at a time
+                loading.load_model(name, deterministic=deterministic)
+                for name in names
+                if has_models
+            )
             if task == "samples":
                 models = next(models, None)
             elif task == "report":  # which writes files before it takes the models
@@ -119,7 +121,7 @@ def run_eval(
                 result: EvalResult = evaluate(models, **settings, on_progress=on_progress)
     if context.is_main:
         with explain_full_disk(out):
-            output.print_result(result, is_json=is_json, out=out)
+            output.print_result(result, is_json=own.is_json, out=out)
 
 
 @contextmanager
@@ -166,6 +168,7 @@ SETS_HELP = (
 
 
 @app.command()
+@options.add_options()
 def ppl(
     models: ModelArguments = None,
     data: Annotated[list[str] | None, Option(metavar="[NAME=]DATA", help=TEXT_HELP)] = None,
@@ -190,20 +193,19 @@ def ppl(
     seed: NoiseSeed = 0,
     workers: Workers = 1,
     out: OutFolder = None,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
-    is_json: options.Json = False,
+    *,
+    own: EvalOptions,
 ) -> None:
     """Estimate the perplexity of models on held-out texts: nats per token, bits per byte and paired differences.
 
     For a masked model it is an upper bound (≤), for a causal one it is exact. With torchrun the processes share the
     rows.
     """
-    run_eval("perplexity", locals(), data=name_texts(data))
+    run_eval("perplexity", own, locals(), data=name_texts(data))
 
 
 @app.command()
+@options.add_options()
 def zeroshot(
     models: ModelArguments = None,
     sets: Annotated[list[str] | None, Option(help=SETS_HELP)] = None,
@@ -221,17 +223,15 @@ def zeroshot(
     seed: NoiseSeed = 0,
     workers: Workers = 1,
     out: OutFolder = None,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
-    is_json: options.Json = False,
+    *,
+    own: EvalOptions,
 ) -> None:
     """Estimate perplexity on Lambada, PTB, WikiText, LM1B, AG News, PubMed and ArXiv, as the paper does.
 
     Each result has its settings and a hash of its rows; deviations from the paper's data are listed. With torchrun the
     processes share the rows.
     """
-    run_eval("zero_shot", locals() | {"sets": ",".join(sets or [])})
+    run_eval("zero_shot", own, locals() | {"sets": ",".join(sets or [])})
 
 
 scoring_option = partial(Option, rich_help_panel="Scoring")
@@ -246,6 +246,7 @@ JudgeBatch = Annotated[int, scoring_option("--judge-batch", min=1, help="Texts s
 
 
 @app.command()
+@options.add_options()
 def samples(
     model: options.ModelArgument = None,
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} [required]")] = None,
@@ -281,10 +282,8 @@ def samples(
     mauve_seeds: Annotated[int, scoring_option(min=1, help="Seeds of MAUVE's k-means.")] = 5,
     scorer_batch: JudgeBatch = 32,
     out: OutFolder = None,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
-    is_json: options.Json = False,
+    *,
+    own: EvalOptions,
 ) -> None:
     """Generate texts and measure Gen-PPL, MAUVE, entropy and n-grams, and the same of as much real text.
 
@@ -302,10 +301,11 @@ def samples(
     if texts is not None and (model is not None or deterministic):
         raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
     chosen = options.read_setting("options", sampler_options)
-    run_eval("samples", locals() | {"sampler_options": chosen}, has_models=texts is None)
+    run_eval("samples", own, locals() | {"sampler_options": chosen}, has_models=texts is None)
 
 
 @app.command()
+@options.add_options()
 def frontier(
     models: ModelArguments = None,
     scorer: Annotated[
@@ -332,14 +332,12 @@ def frontier(
     ] = 16,
     repeats: Annotated[int, Option(min=2, help="Smallest number of timings of a point.")] = 3,
     scorer_batch: JudgeBatch = 32,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
     out: OutFolder = None,
-    is_json: options.Json = False,
+    *,
+    own: EvalOptions,
 ) -> None:
     """Measure Gen-PPL and entropy against NFE and time, over samplers, steps, temperatures and nuclei."""
-    run_eval("frontier", locals())
+    run_eval("frontier", own, locals())
 
 
 add_app_commands(app, "eval")
@@ -348,6 +346,7 @@ DEFAULTS = "[default: as in each command]"
 
 
 @app.command()
+@options.add_options()
 def report(
     models: ModelArguments = None,
     data: DataOption = None,
@@ -379,10 +378,8 @@ def report(
         int | None, Option(min=1, help=f"Texts per batch; does not change the texts. {DEFAULTS}")
     ] = None,
     out: OutFolder = Path("report"),
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
-    is_json: options.Json = False,
+    *,
+    own: EvalOptions,
 ) -> None:
     """Run all evaluations and write report.html, report.md (a model card), report.json and plots."""
-    run_eval("report", locals(), command=shlex.join(["adlm", *sys.argv[1:]]))
+    run_eval("report", own, locals(), command=shlex.join(["adlm", *sys.argv[1:]]))

@@ -2,16 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
 from adlm.bundled import DEFAULT
 from adlm.settings import SamplingSettings, Settings, SettingsError, list_own_names
+
+if TYPE_CHECKING:
+    from adlm.text.lm import LM
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 METAVARS = {int: "<int>", float: "<float>", bool: "<bool>", str: "<str>"}
@@ -60,9 +64,7 @@ Device = Annotated[
     str, typer.Option(help="Device: auto (CUDA or the CPU), cpu, cuda, cuda:N or mps.")
 ]
 NETWORK_HELP = "Network of a model folder that is not built in; its module is imported."
-Network = Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=NETWORK_HELP)]
 OBJECTIVE_HELP = "Objective of a model folder that is not built in; its module is imported."
-Objective = Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=OBJECTIVE_HELP)]
 Seed = Annotated[int, setting_option("seed")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
@@ -77,6 +79,29 @@ SamplerOptions = Annotated[list[str] | None, setting_option("options")]
 Deterministic = Annotated[
     bool, sampling_option("--deterministic", help="Independent of the batch on a GPU, too.")
 ]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Where a model runs, and what its folder names that is not built in."""
+
+    device: Device = "auto"
+    network: Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=NETWORK_HELP)] = None
+    objective: Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=OBJECTIVE_HELP)] = (
+        None
+    )
+
+    def load_model(self, name: str | None, *, deterministic: bool = False) -> "LM":
+        """Load a model, by default the bundled one."""
+        from adlm.text.lm import load
+
+        return load(
+            name or DEFAULT,
+            device=self.device,
+            deterministic=deterministic,
+            network=self.network,
+            objective=self.objective,
+        )
 
 
 def add_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -98,8 +123,10 @@ def add_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
             shown.extend(options)
             groups[name] = kind, [option.name for option in options]
 
+        has_settings = any(issubclass(kind, Settings) for kind, _ in groups.values())
+
         def run(**values: Any) -> None:
-            with name_options():
+            with name_options() if has_settings else nullcontext():
                 for name, (kind, names) in groups.items():
                     own = {option: values.pop(option) for option in names}
                     values[name] = build_group(kind, own)

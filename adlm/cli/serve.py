@@ -17,6 +17,7 @@ PLUGIN_HELP = "A sampler of your own, module:object, that requests may name; rep
 KEY_HELP = "Key that clients must send. [default: none]"
 
 
+@options.add_options()
 def serve(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help=MODELS_HELP)
@@ -32,9 +33,8 @@ def serve(
         list[str] | None, typer.Option(metavar="MODULE:OBJECT", help=PLUGIN_HELP)
     ] = None,
     deterministic: options.Deterministic = False,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
+    *,
+    loading: options.LoadOptions,
 ) -> None:
     """Serve models over HTTP: OpenAI's completions API and, at /, a page; prints the address when ready."""
     if missing := [
@@ -47,7 +47,6 @@ def serve(
     from adlm.diffusion.samplers import register_sampler
     from adlm.serve.app import create_app
     from adlm.serve.engine import EngineLimits
-    from adlm.text.lm import load
 
     for target in plugin or []:
         register_sampler(target)
@@ -63,14 +62,7 @@ def serve(
         problem = f"{host} port {port} cannot be used ({error.strerror})"
         raise ValueError(f"{problem}: give another --host or --port") from None
     lm, *others = [
-        load(
-            each,
-            device=device,
-            deterministic=deterministic,
-            network=network,
-            objective=objective,
-        )
-        for each in models or [DEFAULT]
+        loading.load_model(name, deterministic=deterministic) for name in models or [DEFAULT]
     ]
     limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
     app = create_app(lm, limits=limits, api_key=api_key, others=others)

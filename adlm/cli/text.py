@@ -38,9 +38,6 @@ class OutputOptions:
     """The options of `sample` and `infill` that are no settings of sampling."""
 
     deterministic: options.Deterministic = False
-    device: options.Device = "auto"
-    network: options.Network = None
-    objective: options.Objective = None
     out: Annotated[
         Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")
     ] = None
@@ -63,6 +60,7 @@ class OutputOptions:
 @options.add_options()
 def sample(
     settings: SamplingSettings,
+    loading: options.LoadOptions,
     own: OutputOptions,
     model: options.ModelArgument = None,
     prompt: Annotated[
@@ -70,18 +68,19 @@ def sample(
     ] = None,
 ) -> None:
     """Generate texts. On a terminal, show the sampling of the first one; otherwise print only the texts."""
-    run_generation(model, settings, own, {"prompt": read_stdin(prompt or [""])})
+    run_generation(model, settings, loading, own, {"prompt": read_stdin(prompt or [""])})
 
 
 @options.add_options("length", "max_new_tokens", "stop")
 def infill(
     settings: SamplingSettings,
+    loading: options.LoadOptions,
     own: OutputOptions,
     template: Annotated[list[str], typer.Argument(help=TEMPLATE_HELP)],
     model: options.ModelOption = None,
 ) -> None:
     """Fill the holes of a text, for example "The `___` sat on the `___{2}`." The rest stays the same, to the byte."""
-    run_generation(model, settings, own, {"template": read_stdin(template)})
+    run_generation(model, settings, loading, own, {"template": read_stdin(template)})
 
 
 def read_stdin(texts: Sequence[str]) -> list[str]:
@@ -128,7 +127,11 @@ class GenerationRun:
 
 
 def run_generation(
-    model: str | None, settings: SamplingSettings, own: OutputOptions, texts: dict[str, Any]
+    model: str | None,
+    settings: SamplingSettings,
+    loading: options.LoadOptions,
+    own: OutputOptions,
+    texts: dict[str, Any],
 ) -> None:
     """Generate texts (`texts`: prompt or template), then show and write them."""
     files = {"--out": own.out, "--html": own.html, "--gif": own.gif}
@@ -140,7 +143,7 @@ def run_generation(
     if own.gif is not None and find_spec("PIL") is None:
         raise ImportError(f"--gif needs Pillow ({install_command('view')}); --html needs nothing")
     with output.json_stdout(own.is_json):
-        runs = build_runs(model, settings, own, texts)
+        runs = build_runs(model, settings, loading, own, texts)
         # Color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file.
         is_watched = not own.is_json and sys.stdout.isatty()
         sample_runs(runs, own, is_watched)
@@ -160,22 +163,18 @@ def run_generation(
 
 
 def build_runs(
-    model: str | None, settings: SamplingSettings, own: OutputOptions, texts: dict[str, Any]
+    model: str | None,
+    settings: SamplingSettings,
+    loading: options.LoadOptions,
+    own: OutputOptions,
+    texts: dict[str, Any],
 ) -> list[GenerationRun]:
     """Load the model, and with --compare a second one or sampler; build and check their requests."""
-    from adlm.bundled import DEFAULT, MODELS
+    from adlm.bundled import MODELS
     from adlm.diffusion.samplers import SAMPLERS, takes_steps
     from adlm.evaluate.results import shorten_names
-    from adlm.text.lm import load
 
-    open_model = partial(
-        load,
-        device=own.device,
-        deterministic=own.deterministic,
-        network=own.network,
-        objective=own.objective,
-    )
-    lm = open_model(model or DEFAULT)
+    lm = loading.load_model(model, deterministic=own.deterministic)
     settings = settings.draw_seed()  # one for both
     pairs = [(lm, settings)]
     if (name := own.compare) is not None:
@@ -188,7 +187,8 @@ def build_runs(
                 changes["steps"] = None
             pairs.append((lm, settings.model_copy(update=changes)))
         elif name in MODELS or is_folder:
-            pairs.append((open_model(name), settings))
+            other = loading.load_model(name, deterministic=own.deterministic)
+            pairs.append((other, settings))
         else:
             known = (
                 f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
@@ -270,6 +270,7 @@ def write_outputs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched:
         output.status_console().print(str(line), style="dim", markup=False)
 
 
+@options.add_options()
 def score(
     texts: Annotated[
         list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; - reads stdin.")
@@ -288,9 +289,8 @@ def score(
     batch: Annotated[
         int, typer.Option(min=1, help="Rows per batch; does not change the result.")
     ] = 64,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
+    *,
+    loading: options.LoadOptions,
     is_json: options.Json = False,
 ) -> None:
     """Compute the likelihood of texts: nats per token with their standard error, perplexity and bits per byte.
@@ -311,10 +311,7 @@ def score(
     if skipped := sum(not line.strip() for line in every_line):
         output.status_console().print(f"empty lines skipped: {skipped}", style="dim", markup=False)
     with output.json_stdout(is_json):
-        from adlm.bundled import DEFAULT
-        from adlm.text.lm import load
-
-        lm = load(model or DEFAULT, device=device, network=network, objective=objective)
+        lm = loading.load_model(model)
         began = time.perf_counter()
         with output.status_console().status("scoring …"):
             scores = lm.score(inputs, draws=draws, seed=seed, batch=batch)

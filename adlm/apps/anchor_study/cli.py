@@ -9,6 +9,7 @@ from adlm.cli import options, output
 from adlm.cli.eval import (
     JUDGE_HELP,
     DataOption,
+    EvalOptions,
     ModelArguments,
     OutFolder,
     RowBatch,
@@ -21,6 +22,7 @@ app = typer.Typer(cls=output.Commands, add_completion=False, rich_markup_mode="m
 
 
 @app.command()
+@options.add_options()
 def anchors(
     models: ModelArguments = None,
     data: DataOption = None,
@@ -47,11 +49,9 @@ def anchors(
     length: TextLength = None,
     seed: options.Seed = 0,
     batch: RowBatch = 16,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
     out: OutFolder = None,
-    is_json: options.Json = False,
+    *,
+    own: EvalOptions,
 ) -> None:
     """Measure an anchor network: its predictions, the loss with perturbed anchor features, the unmasking order.
 
@@ -60,6 +60,7 @@ def anchors(
     """
     run_eval(
         "anchors",
+        own,
         locals(),
         module="adlm.apps.anchor_study.study",
         perturb=output.parse_list("--perturb", perturb, float),

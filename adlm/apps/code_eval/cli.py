@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from adlm.cli import options, output
-from adlm.cli.eval import ModelArguments, OutFolder, TextLength, run_eval
+from adlm.cli.eval import EvalOptions, ModelArguments, OutFolder, TextLength, run_eval
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
 app = typer.Typer(cls=output.Commands, add_completion=False, rich_markup_mode="markdown")
@@ -16,6 +16,7 @@ problem_option = partial(Option, rich_help_panel="Problems")
 
 
 @app.command()
+@options.add_options()
 def code(
     models: ModelArguments = None,
     problems: Annotated[
@@ -45,10 +46,8 @@ def code(
     seed: options.Seed = 0,
     batch: options.Batch = 16,
     out: OutFolder = None,
-    device: options.Device = "auto",
-    network: options.Network = None,
-    objective: options.Objective = None,
-    is_json: options.Json = False,
+    *,
+    own: EvalOptions,
 ) -> None:
     """Measure Python code: the share of generated and filled-in functions that parse, or pass@k of problems.
 
@@ -59,6 +58,7 @@ def code(
         del parameters["write_data"]
         return run_eval(
             "code",
+            own,
             parameters,
             module="adlm.apps.code_eval.evaluation",
             has_models=candidates is None,
@@ -68,7 +68,7 @@ def code(
     from adlm.apps.code_eval.evaluation import write_standard_library
 
     written = write_standard_library(write_data)
-    if is_json:
+    if own.is_json:
         output.print_json({"datasets": written})
     for each in written:
         size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
