@@ -113,11 +113,13 @@ class Settings(BaseModel):
     # Without this mark pydantic would validate through the constructor, which is slower.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    @pydantic.field_validator("*", mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
-    def read_scalar(cls, value: Any) -> Any:
-        """Take a number of numpy or torch as Python's."""
-        return to_python(value)
+    def read_scalars(cls, values: Any) -> Any:
+        """Take numbers of numpy and torch as Python's."""
+        if not isinstance(values, dict):
+            return values
+        return {name: to_python(value) for name, value in values.items()}
 
     def require(self, is_met: bool, expected: str, *names: str) -> Self:
         """Raise an error about several fields unless their rule is met."""
@@ -132,7 +134,7 @@ class Settings(BaseModel):
         known = list_names(cls, vocabulary)
         takes_any = cls.model_config.get("extra") == "allow"
         values: dict[str, Any] = {}
-        typed_names = list_own_names(cls, vocabulary)
+        typed_names: dict[str, str] = {}
         for typed, value in given.items():
             if typed not in known and not takes_any:
                 raise SettingsError({typed: value}, suggest(cls, typed, vocabulary))
@@ -148,7 +150,8 @@ class Settings(BaseModel):
             return cls.model_validate(merged, strict=strict, context=vocabulary)
         except pydantic.ValidationError as error:
             cause = explain(cls, error.errors(), values, vocabulary)
-            raise cause.rename(typed_names) from None
+            names = {**list_own_names(cls, vocabulary), **typed_names}
+            raise cause.rename(names) from None
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other values, which are checked."""
@@ -276,7 +279,8 @@ def suggest(settings: type[BaseModel], name: str, vocabulary: Vocabulary) -> str
     return f"unknown name; expected one of {', '.join(own.values())}{elsewhere}"
 
 
-def list_names(settings: type[BaseModel], vocabulary: Vocabulary) -> dict[str, str]:
+@cache
+def list_names(settings: type[BaseModel], vocabulary: Vocabulary) -> Mapping[str, str]:
     """Return the field of each name in a vocabulary; Python takes those of all libraries."""
     known = {typed: field for field, typed in list_own_names(settings, vocabulary).items()}
     if vocabulary == "python":
@@ -286,7 +290,8 @@ def list_names(settings: type[BaseModel], vocabulary: Vocabulary) -> dict[str, s
     return known
 
 
-def list_own_names(settings: type[BaseModel], vocabulary: Vocabulary) -> dict[str, str]:
+@cache
+def list_own_names(settings: type[BaseModel], vocabulary: Vocabulary) -> Mapping[str, str]:
     """Return the name of each field that a vocabulary has."""
     tables: Mapping[str, Names] = getattr(settings, "vocabularies", {})
     table = tables.get(vocabulary, {})
@@ -303,7 +308,8 @@ def to_option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def list_fields(settings: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+@cache
+def list_fields(settings: type[BaseModel], prefix: str = "") -> Mapping[str, FieldInfo]:
     """Return all fields by key, those of sections too: optimizer.lr."""
     fields: dict[str, FieldInfo] = {}
     for name, field in settings.model_fields.items():
