@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Collection, Iterable
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,8 @@ def install_command(extra: str, root: Path = CHECKOUT) -> str:
 
 def list_requirements() -> dict[str, list[str]]:
     """Return the requirements of the installed package by extra; those without an extra have the key ""."""
+    from importlib import metadata  # here: it is slow to import, and only errors need it
+
     requirements: dict[str, list[str]] = {}
     for line in metadata.requires("adlm") or []:
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)

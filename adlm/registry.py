@@ -12,10 +12,11 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar, cast
 
 from adlm.errors import check_known
-from adlm.settings import VARIADIC, takes_any_option
 
 Entry = TypeVar("Entry")
 Built = TypeVar("Built")
+# Parameters such as *args and **options, which stand for any number of others.
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Registry(Mapping[str, Entry], Generic[Entry]):
@@ -86,6 +87,11 @@ def build(
             f"{registry.kind} {name!r} needs {', '.join(missing)}: give {missing[0]}=VALUE"
         )
     return cast(Built, factory(**options))
+
+
+def takes_any_option(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a function with these parameters has `**options`."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def load_user_object(target: str) -> Any:

@@ -30,6 +30,8 @@ from pydantic import BaseModel, Field, NonNegativeFloat, PositiveInt
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 
+from adlm.registry import VARIADIC, takes_any_option
+
 Vocabulary = Literal[
     "python", "cli", "openai", "transformers", "diffusers", "llada", "recipe", "json"
 ]
@@ -63,9 +65,6 @@ LIMITS = {
     "maximum": "at most",
 }
 
-
-# Parameters such as *args and **options, which stand for any number of others.
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # What pydantic raises for types that it does not know, such as torch.Tensor.
 NO_SCHEMA = (pydantic.PydanticSchemaGenerationError, pydantic.PydanticInvalidForJsonSchema)
 
@@ -353,11 +352,6 @@ def describe_kind(kind: Mapping[str, Any]) -> str:
     if "maxItems" in kind:
         limits.append(f"of {kind.get('minItems', 0)} to {kind['maxItems']}")
     return f"{noun} {' and '.join(limits)}" if limits else noun
-
-
-def takes_any_option(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a function with these parameters has `**options`."""
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 class Parameters(Settings):

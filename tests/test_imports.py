@@ -11,8 +11,8 @@ PACKAGE = Path(adlm.__file__).parent
 # (`training.train`).
 LAYERS = [
     "errors",
-    "settings defaults",
     "registry",
+    "settings defaults",
     "files devices",
     "distributed",
     "diffusion",

@@ -16,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 from adlm.cli import options, output
-from adlm.cli.apps import add_app_commands
+from adlm.cli.commands import add_commands
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def frontier(
     run_eval("frontier", own, locals())
 
 
-add_app_commands(app, "eval")
+add_commands(app, "eval")
 
 DEFAULTS = "[default: as in each command]"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from adlm.cli.apps import APPS, load_app_command
+from adlm.cli.commands import COMMANDS, load_command
 from adlm.errors import get_exit_code
 from adlm.view.console import SafeConsole, escape_controls
 
@@ -43,10 +43,10 @@ class Commands(TyperGroup):
     """A group of commands that turns user errors into one line and an exit code."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the arguments name; one of an app is imported here."""
-        words = [*_list_groups(ctx), args[0]]
-        if " ".join(words) in APPS:
-            self.commands[args[0]] = load_app_command(" ".join(words))
+        """Find the command that the arguments name, and import it."""
+        words = " ".join([*_list_groups(ctx), args[0]])
+        if words in COMMANDS:
+            self.commands[args[0]] = load_command(words)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from typer.main import get_command
 
-from adlm.cli.apps import APPS, load_app_command
-from adlm.cli.main import app
+from adlm.cli.commands import COMMANDS as TABLE
+from adlm.cli.commands import load_command
 from adlm.config import Config
 from adlm.settings import list_fields
 from tests.attacks.commands import Outcome, attack, count_cases, draw_examples, run_command
@@ -86,12 +85,11 @@ Words = list[str]
 
 def list_commands() -> dict[str, Any]:
     """The commands of the program by name, as click knows them."""
-    group: Any = get_command(app)
-    listed = dict(group.commands)
-    listed |= {f"eval {name}": command for name, command in listed.pop("eval").commands.items()}
-    listed |= {words: load_app_command(words) for words in APPS}
-    reasoning = listed.pop("reason")
-    return listed | {f"reason {name}": value for name, value in reasoning.commands.items()}
+    listed = {words: load_command(words) for words in TABLE}
+    for group in ("eval", "reason"):
+        for name, command in listed.pop(group).commands.items():
+            listed.setdefault(f"{group} {name}", command)
+    return listed
 
 
 COMMANDS = list_commands()
