@@ -273,3 +273,21 @@ def test_a_registered_name_is_known_like_the_others() -> None:
     assert registry.resolve("mine:square") == 4 and list(registry) == ["round", "mine:square"]
     with pytest.raises(ValueError, match="shape 'round' exists already"):
         registry.register("round", 2)
+
+
+def test_a_sampler_is_built_once_for_equal_requests() -> None:
+    settings = SamplingSettings(sampler="remask_cap", steps=8, options={"eta": 0.1})
+    plan, _ = choose_sampler(settings, hidden=4)
+    assert choose_sampler(settings.replace(seed=1), hidden=5)[0] is plan
+    for changes in ({"steps": 9}, {"options": {"eta": 0.2}}, {"sampler": "remask_rescale"}):
+        assert choose_sampler(settings.replace(**changes), hidden=4)[0] is not plan
+
+    def make_own(steps: int) -> Plan | Sampler:
+        return build_sampler("ancestral", steps=steps)
+
+    SAMPLERS.register("test:own", make_own)
+    try:
+        own = settings.replace(sampler="test:own", options=None)
+        assert choose_sampler(own, hidden=4)[0] is not choose_sampler(own, hidden=4)[0]
+    finally:
+        del SAMPLERS.table["test:own"]

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -244,6 +245,10 @@ SAMPLERS: Registry[Callable[..., Plan | Sampler]] = Registry(
 )
 
 
+BUILT_IN = frozenset(SAMPLERS.values())  # samplers of a user may change what they build
+MAX_KEPT = 32  # samplers, for requests of equal options
+
+
 def register_sampler(target: str) -> None:
     """Import the sampler `module:object`, which requests may name from then on: they never import one."""
     sampler = load_object(target)
@@ -260,14 +265,7 @@ def register_sampler(target: str) -> None:
 def takes_steps(sampler: str, *, allow_import: bool = False) -> bool:
     """Return whether a sampler takes a number of steps; one that is built already takes none."""
     factory = SAMPLERS.resolve(sampler, allow_import=allow_import)
-    if is_finished(factory):
-        return False
-    return "steps" in inspect.signature(factory).parameters
-
-
-def is_finished(factory: object) -> bool:
-    """Return whether what a name stands for is a sampler, not a function or class of samplers."""
-    return not inspect.isroutine(factory) and not inspect.isclass(factory)
+    return callable(factory) and "steps" in derive_settings(factory).model_fields
 
 
 def choose_sampler(
@@ -278,29 +276,31 @@ def choose_sampler(
     allow_import: bool = False,
 ) -> tuple[Plan | Sampler, dict[str, Any]]:
     """Build the sampler for rows of at most `hidden` hidden tokens, and describe it."""
-    sampler = default if settings.sampler is None else settings.sampler
-    if not isinstance(sampler, str):
-        return use_built(sampler, settings)
-    factory = SAMPLERS.resolve(sampler, allow_import=allow_import)
-    if is_finished(factory):
+    name = default if settings.sampler is None else settings.sampler
+    if not isinstance(name, str):
+        return use_built(name, settings)
+    factory = SAMPLERS.resolve(name, allow_import=allow_import)
+    if not callable(factory):
         return use_built(factory, settings)
-    options = read_options(sampler, factory, settings)
-    if "steps" in inspect.signature(factory).parameters:
-        options = {"steps": choose_steps(factory, settings.steps, hidden), **options}
+
+    options = read_options(name, factory, settings)
+    if "steps" in derive_settings(factory).model_fields:
+        steps = settings.steps
+        if steps is None:
+            steps = hidden if factory in (confidence, margin) else DEFAULT_STEPS
+        options = {"steps": steps, **options}
     elif settings.steps is not None:
-        raise SettingsError({"steps": settings.steps}, f"{sampler} chooses its own; leave it out")
-    return factory(**options), {"sampler": sampler, **options}
+        raise SettingsError({"steps": settings.steps}, f"{name} chooses its own; leave it out")
+    build_own = partial(build_once, factory) if factory in BUILT_IN else factory
+    return build_own(**options), {"sampler": name, **options}
 
 
 def use_built(sampler: object, settings: SamplingSettings) -> tuple[Plan | Sampler, dict[str, Any]]:
-    """Check that a sampler which is built already stands alone, and describe it."""
+    """Describe a sampler that is built already, which must stand alone."""
     if not isinstance(sampler, Plan | Sampler):
         expected = "expected a name, or a plan or a sampler as adlm.build_sampler returns it"
         raise SettingsError({"sampler": sampler}, f"{expected}; leave it out for the default")
-    own = {"steps": settings.steps, "options": settings.options}
-    given = {name: value for name, value in own.items() if value is not None}
-    if given:
-        raise SettingsError(given, "the sampler is built already, with its own; leave it out")
+    refuse(settings, "the sampler is built already, with its own; leave it out", "steps", "options")
     steps = {"steps": len(sampler)} if isinstance(sampler, Sized) else {}
     return sampler, {"sampler": name_sampler(sampler), **steps}
 
@@ -312,31 +312,35 @@ def read_options(
     options = dict(settings.options or {})
     if "steps" in options:
         raise SettingsError({"options": options}, "steps is a setting; give it outside of options")
+    is_typed = any(isinstance(value, TypedText) for value in options.values())
+    vocabulary: Vocabulary = "recipe" if is_typed else "python"
     try:
-        is_typed = any(isinstance(value, TypedText) for value in options.values())
-        vocabulary: Vocabulary = "recipe" if is_typed else "python"
         checked = derive_settings(factory, "steps").parse(vocabulary, None, **options)
     except SettingsError as error:
         raise SettingsError({"options": options}, f"of {name}, {error}") from None
     return {option: getattr(checked, option) for option in options}
 
 
-def choose_steps(factory: Callable[..., Any], steps: int | None, hidden: int) -> int:
-    """Return the steps: by default DEFAULT_STEPS; confidence and margin reveal one token a step."""
-    if steps is not None:
-        return steps
-    return hidden if factory in (confidence, margin) else DEFAULT_STEPS
+@lru_cache(maxsize=MAX_KEPT, typed=True)
+def build_once(factory: Callable[..., Plan | Sampler], **options: Any) -> Plan | Sampler:
+    """Build a sampler, or take the one that was built of equal options."""
+    return factory(**options)
 
 
 def refuse_samplers(settings: SamplingSettings) -> None:
     """Raise for settings that a causal model does not have."""
-    names = ("sampler", "steps", "options", "block")
-    given = {name: getattr(settings, name) for name in names}
-    if given["sampler"] == "left_to_right":
-        del given["sampler"]
-    given = {name: value for name, value in given.items() if value is not None}
+    names = ["steps", "options", "block"]
+    if settings.sampler != LeftToRight.name:
+        names.insert(0, "sampler")
+    problem = "a causal model generates from left to right, a token a step; leave it out"
+    refuse(settings, problem, *names)
+
+
+def refuse(settings: SamplingSettings, problem: str, *names: str) -> None:
+    """Raise for settings of these names that are given."""
+    values = {name: getattr(settings, name) for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
     if given:
-        problem = "a causal model generates from left to right, a token a step; leave it out"
         raise SettingsError(given, problem)
 
 
