@@ -1,8 +1,9 @@
 """Models for lm-eval (`--model adlm`); `adlm-lm-eval` is its command line for releases without entry points."""
 
+import inspect
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -12,9 +13,10 @@ from tqdm import tqdm
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.samplers import LeftToRight, confidence
-from adlm.errors import install_command
+from adlm.errors import install_command, suggest_names
 from adlm.likelihood import MAX_ENUMERATED
-from adlm.settings import SamplingSettings
+from adlm.registry import VARIADIC
+from adlm.settings import SamplingSettings, SettingsError
 from adlm.text.generation import (
     GenerationRequest,
     check_whole_numbers,
@@ -102,6 +104,28 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
     ]
 
 
+def read_options(
+    options: Mapping[str, Any] | None, others: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the options of a sampler, which lm-eval's command line has as options.eta=0.04."""
+    values = dict(options or {})
+    for typed, value in others.items():
+        section, _, name = typed.partition(".")
+        if section != "options" or not name:
+            remedy = f"an option of a sampler is given as options.{typed}={value}"
+            expected = f"expected one of {', '.join(list_model_args())}; {remedy}"
+            hint = suggest_names(typed, list_model_args())
+            raise SettingsError({typed: value}, f"unknown name{hint}; {expected}")
+        values[name] = value
+    return values or None
+
+
+def list_model_args() -> list[str]:
+    """Return the names of all model_args."""
+    parameters = inspect.signature(AdlmLM).parameters.values()
+    return [each.name for each in parameters if each.kind not in VARIADIC]
+
+
 class AdlmLM(HarnessModel):
     """A model for the harness; docs/lm_eval.md lists its arguments."""
 
@@ -118,7 +142,8 @@ class AdlmLM(HarnessModel):
         max_batch_size: int | None = None,
         network: str | None = None,
         objective: str | None = None,
-        **options: Any,
+        options: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
         self.lm = load(str(pretrained), device=device, network=network, objective=objective)
@@ -131,9 +156,11 @@ class AdlmLM(HarnessModel):
             seed,
             max_gen_toks,
         )
-        self.sampler, self.steps, self.options = sampler, steps, options
+        self.sampler = sampler
+        self.steps = steps
+        self.options = read_options(options, others)
         self.lm.choose_sampler(
-            SamplingSettings.parse("python", sampler=sampler, steps=steps, options=options or None)
+            SamplingSettings.parse("python", sampler=sampler, steps=steps, options=self.options)
         )
 
     @classmethod
@@ -171,7 +198,7 @@ class AdlmLM(HarnessModel):
             "seed": self.seed,
             "sampler": self.sampler,
             "steps": self.steps,
-            **self.options,
+            "options": self.options,
         }
         return {"adlm": info | {"length": self.lm.row_format.row, "device": str(self.lm.device)}}
 
@@ -213,7 +240,7 @@ class AdlmLM(HarnessModel):
         parts = [(key, part) for key, group in groups.items() for part in _split(group, self.batch)]
         for (settings, repeat), part in tqdm(parts, "texts", disable=disable_tqdm):
             options = dict(settings) | {"seed": self.seed + repeat, "batch": self.batch}
-            options["options"] = self.options or None
+            options["options"] = self.options
             request = self.lm.build_request([parsed[place][0] for place in part], **options)
             for place, row in zip(part, self.lm.run_request(request).rows, strict=True):
                 texts[place] = truncate_at(row.pieces[-1][0], parsed[place][1])

@@ -246,7 +246,10 @@ def test_a_context_that_does_not_fit_keeps_its_end(caplog: pytest.LogCaptureFixt
     [
         ({"draws": 0}, "draws must be a whole number from 1"),
         ({"sampler": "oracle"}, "oracle"),
-        ({"eta": 0.1, "sampler": "ancestral"}, "of ancestral, eta=0.1: unknown name"),
+        ({"options.eta": 0.1, "sampler": "ancestral"}, "of ancestral, eta=0.1: unknown name"),
+        ({"options": {"eta": "x"}}, "eta='x': expected a number"),
+        ({"eta": 0.1}, "^eta=0.1: unknown name; .* is given as options.eta=0.1$"),
+        ({"option.eta": 0.1}, "^option.eta=0.1: unknown name; expected one of pretrained, draws"),
         ({"batch_size": 0}, "batch_size"),
         ({"pretrained": "novel"}, "there is no model 'novel'"),
     ],
@@ -259,6 +262,21 @@ def test_errors_in_model_args(options: dict[str, Any], message: str) -> None:
         match="unknown generation_kwargs num_beams: expected some of until, max_gen_toks",
     ):
         write(wrap(lm("mdlm"), draws=2), ("a", {"num_beams": 4}))
+
+
+def test_options_of_a_sampler_in_model_args() -> None:
+    line = (
+        f"pretrained={trained()},device=cpu,sampler=remask_cap,options.eta=0.5,options.compat=true"
+    )
+    from_line = ours.AdlmLM.create_from_arg_string(line)
+    whole = {"eta": 0.5, "compat": True}
+    from_python = wrap(trained(), sampler="remask_cap", options=whole)
+    for model in (from_line, from_python):
+        assert model.get_model_info()["adlm"]["options"] == whole
+    random = {"until": [], "max_gen_toks": 8, "temperature": 1.0, "do_sample": True}
+    assert write(from_line, ("it", random)) == write(from_python, ("it", random))
+    plain = wrap(trained(), sampler="remask_cap")
+    assert write(plain, ("it", random)) != write(from_python, ("it", random))
 
 
 def test_model_args_override_the_command_line() -> None:
