@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, PositiveInt
@@ -30,11 +30,12 @@ from adlm.files import write_atomically
 from adlm.models.methods import ModelSettings
 from adlm.registry import load_object
 from adlm.settings import (
+    AS_TYPED,
     RESUMABLE,
     PathText,
-    PlainText,
     Settings,
     SettingsError,
+    has_mark,
     list_fields,
     to_python,
 )
@@ -179,15 +180,9 @@ def find_resumable(kind: type[Config]) -> set[str]:
     keys: set[str] = set()
     for key, field in list_fields(kind).items():
         section = key.partition(".")[0]
-        if is_resumable(field) or section in keys:
+        if has_mark(field, RESUMABLE) or section in keys:
             keys.add(key)
     return keys
-
-
-def is_resumable(field: FieldInfo) -> bool:
-    """Return whether a field has the mark `RESUMABLE`."""
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("resumable"))
 
 
 def list_recipes() -> dict[str, Path]:
@@ -259,20 +254,12 @@ def read_change(change: str, fields: Mapping[str, FieldInfo]) -> tuple[str, Any]
     if not sign or not key.strip():
         remedy = "write key=value, such as steps=1000 or data.path=FOLDER"
         raise ValueError(f"{change!r} is not an override: {remedy}")
-    if key in fields and is_plain_text(fields[key]):
+    if key in fields and has_mark(fields[key], AS_TYPED):
         return key, None if text == "null" else text
     try:
         return key, load_yaml(text, key)
     except YAMLError:
         raise ValueError(f"{key}={text!r:.80} is no YAML value: put quotes around it") from None
-
-
-def is_plain_text(field: FieldInfo) -> bool:
-    """Return whether a field, or one of its types, has the mark `PlainText`."""
-    marks = [*field.metadata]
-    for kind in get_args(field.annotation):
-        marks += getattr(kind, "__metadata__", ())
-    return any(isinstance(mark, PlainText) for mark in marks)
 
 
 def insert(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:

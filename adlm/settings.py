@@ -18,11 +18,9 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    Protocol,
     Self,
     TypedDict,
     get_args,
-    runtime_checkable,
 )
 
 import pydantic
@@ -207,12 +205,10 @@ def explain(
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SettingsError):  # of a rule over several fields
         return cause.rename({name: ".".join([*place, name]) for name in cause.values})
-    path = find_fields(settings, place)
-    if not path:
-        return SettingsError(
-            {"settings": dict(given)}, f"expected names with values: {first['msg']}"
-        )
-    key, (_, field) = path.popitem()
+    key, field = find_field(settings, place)
+    if field is None:
+        problem = f"expected names with values: {first['msg']}"
+        return SettingsError({"settings": dict(given)}, problem)
     value = given.get(key, value)
     if first["type"] == "missing":
         value = None
@@ -229,22 +225,21 @@ def explain(
     return SettingsError({key: value}, f"{expected}; leave it out for the default ({shown})")
 
 
-def find_fields(
-    settings: type[BaseModel], place: Sequence[str]
-) -> dict[str, tuple[type[BaseModel], FieldInfo]]:
-    """Return the fields on the way to a place by key, each with its class: splits.train.rows.
+def find_field(settings: type[BaseModel], place: Sequence[str]) -> tuple[str, FieldInfo | None]:
+    """Return the last field on the way to a place, with its key: splits.train.rows.
 
     What is no field is a name or a number of an item, or one of several types of a value.
     """
-    path: dict[str, tuple[type[BaseModel], FieldInfo]] = {}
+    key = ""
+    field: FieldInfo | None = None
     classes = [settings]
     for count, part in enumerate(place, 1):
         owner = next((each for each in classes if part in each.model_fields), None)
         if owner is not None:
+            key = ".".join(place[:count])
             field = owner.model_fields[part]
-            path[".".join(place[:count])] = owner, field
             classes = find_classes(field.annotation)
-    return path
+    return key, field
 
 
 def find_classes(annotation: Any) -> list[type[BaseModel]]:
@@ -256,10 +251,9 @@ def find_classes(annotation: Any) -> list[type[BaseModel]]:
 
 def suggest_at(settings: type[BaseModel], place: Sequence[str], vocabulary: Vocabulary) -> str:
     """Return what to do about an unknown name at a place, which may be in an item of a field."""
-    if len(place) < 3:
+    _, field = find_field(settings, place[:-1])
+    if field is None or len(place) == 2:
         return suggest(settings, ".".join(place), vocabulary)
-    path = find_fields(settings, place[:-1])
-    _, field = path.popitem()[1]
     return suggest(find_classes(field.annotation)[0], place[-1], vocabulary)
 
 
@@ -388,20 +382,41 @@ def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settin
     return pydantic.create_model(base.__name__, __base__=base, **fields)
 
 
+def make_optional(settings: type[Settings], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return fields under other names for `pydantic.create_model`, each with the default None."""
+    fields: dict[str, Any] = {}
+    for own, typed in names.items():
+        field = settings.model_fields[own]
+        kind: Any = Annotated[field.annotation, Field(), *field.metadata]
+        fields[typed] = (kind | None, Field(default=None, description=field.description))
+    return fields
+
+
 # ------------------------------------------------------------------------------ marks in recipes
 
 
 @dataclass(frozen=True)
-class PlainText:
-    """Marks a text that a command line gives as it was typed, not as YAML."""
+class Mark:
+    """Says something about a field to those who read recipes."""
+
+    name: str
 
 
-RESUMABLE = Field(json_schema_extra={"resumable": True})  # a run may resume with another value
+RESUMABLE = Mark("resumable")  # a run may resume with another value
+AS_TYPED = Mark("as typed")  # a command line gives it as it was typed, not as YAML
 PathText = Annotated[
     str,
-    PlainText(),
+    AS_TYPED,
     pydantic.AfterValidator(os.path.expanduser),  # shells leave the ~ of key=~/folder
 ]
+
+
+def has_mark(field: FieldInfo, mark: Mark) -> bool:
+    """Return whether a field, or one of its types, has a mark."""
+    marks = [*field.metadata]
+    for kind in get_args(field.annotation):
+        marks += getattr(kind, "__metadata__", ())
+    return mark in marks
 
 
 # -------------------------------------------------------------------------------------- sampling
@@ -413,27 +428,13 @@ DEFAULT_TEMPERATURE = 1.0
 DEFAULT_TOP_P = 0.82
 
 
-@runtime_checkable
-class NamedSampler(Protocol):
-    """A sampler that is built already, such as a plan."""
-
-    @property
-    def name(self) -> str: ...
-
-
-@runtime_checkable
-class MovingSampler(Protocol):
-    """A sampler that is built already and chooses its moves step by step."""
-
-    def move(self, view: Any, /) -> Any: ...
-
-
-BuiltSampler = NamedSampler | MovingSampler
+class BuiltSampler:
+    """The base of plans and of samplers, which settings take as they take a name."""
 
 
 def name_sampler(sampler: BuiltSampler) -> str:
     """Return the name of a sampler that is built already."""
-    return sampler.name if isinstance(sampler, NamedSampler) else type(sampler).__name__
+    return str(getattr(sampler, "name", type(sampler).__name__))
 
 
 class TypedText(str):
@@ -485,7 +486,7 @@ def drop_empty(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 Built = Annotated[
-    SkipJsonSchema[pydantic.InstanceOf[NamedSampler] | pydantic.InstanceOf[MovingSampler]],
+    SkipJsonSchema[pydantic.InstanceOf[BuiltSampler]],
     pydantic.PlainSerializer(name_sampler),
 ]
 Texts = Annotated[

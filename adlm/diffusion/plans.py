@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adlm.settings import BuiltSampler
+
 EPS = 1e-3  # of the training schedule alpha = 1 - (1 - EPS) t
 LINEAGE_END = 1e-5  # where the time grid of MDLM and ReMDM ends
 MAX_STEPS = 65_536
@@ -37,7 +39,7 @@ class Transition:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(BuiltSampler):
     """A table of transitions, each column float64 (steps,), and how tokens are drawn."""
 
     name: str

@@ -37,6 +37,7 @@ from adlm.diffusion.rng import (
     make_numbers,
     uniform_pair,
 )
+from adlm.settings import BuiltSampler
 
 MAX_BLOCK_STEPS = 1 << 20  # the clocks of two blocks are this far apart
 MAX_IDLE_STEPS = 10_000  # in which a sampler changes nothing, one after the other
@@ -104,7 +105,7 @@ class Move:
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # new values
 
 
-class Sampler:
+class Sampler(BuiltSampler):
     """A sampler that is no plan. One call moves all rows whose samplers are equal (==).
 
     A setting that may differ between the rows of one call takes no part in the comparison and is a column: the column

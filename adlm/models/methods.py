@@ -1,6 +1,5 @@
 """The paper's methods and sizes by name, and the config of a method in a size."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,7 +8,7 @@ from pydantic import Field
 
 from adlm.models.language_model import ModelConfig
 from adlm.registry import Registry
-from adlm.settings import OptionValue, Settings
+from adlm.settings import OptionValue, Settings, make_optional
 
 
 @dataclass(frozen=True)
@@ -53,24 +52,13 @@ PRESETS: Registry[dict[str, Any]] = Registry(
 
 # What the data and the method say, and no recipe.
 FIXED = ("vocab_size", "mask_id", "length", "is_causal")
-
-
-def make_optional_fields(settings: type[Settings], left_out: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a class for `create_model`, each with the default None."""
-    fields: dict[str, Any] = {}
-    for name, field in settings.model_fields.items():
-        if name not in left_out:
-            kind: Any = Annotated[field.annotation, Field(), *field.metadata]
-            fields[name] = (kind | None, Field(None, description=field.description))
-    return fields
-
-
+CHANGEABLE = [name for name in ModelConfig.model_fields if name not in FIXED]
 ModelChanges: Any = pydantic.create_model(
     "ModelChanges",
     __base__=Settings,
     __module__=__name__,
     preset=(str | None, None),
-    **make_optional_fields(ModelConfig, FIXED),
+    **make_optional(ModelConfig, dict(zip(CHANGEABLE, CHANGEABLE, strict=True))),
 )
 
 

@@ -11,7 +11,13 @@ from pydantic import BaseModel, Field, create_model, model_validator
 
 from adlm.diffusion.samplers import SAMPLERS, LeftToRight
 from adlm.diffusion.sampling import TokenLogprob
-from adlm.settings import SamplingSettings, Settings, SettingsError, list_own_names
+from adlm.settings import (
+    SamplingSettings,
+    Settings,
+    SettingsError,
+    list_own_names,
+    make_optional,
+)
 from adlm.text import templates
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, StreamStep
@@ -33,13 +39,9 @@ class Body(Settings, defer_build=False):
 
 def make_fields(name: str, *left_out: str) -> Any:
     """Return a class with the settings of sampling under OpenAI's names, all of them optional."""
-    fields: dict[str, Any] = {}
-    for own, typed in list_own_names(SamplingSettings, "openai").items():
-        if typed not in left_out:
-            field = SamplingSettings.model_fields[own]
-            kind: Any = Annotated[field.annotation, Field(), *field.metadata]
-            fields[typed] = (kind | None, Field(default=None, description=field.description))
-    return create_model(name, __base__=Body, **fields)
+    names = list_own_names(SamplingSettings, "openai")
+    taken = {own: typed for own, typed in names.items() if typed not in left_out}
+    return create_model(name, __base__=Body, **make_optional(SamplingSettings, taken))
 
 
 CompletionFields: Any = make_fields("CompletionFields")
