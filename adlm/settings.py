@@ -316,7 +316,11 @@ def list_fields(settings: type[BaseModel], prefix: str = "") -> Mapping[str, Fie
 def list_kinds(field: FieldInfo) -> list[dict[str, Any]]:
     """Return the JSON schema of each type that a field takes."""
     annotation: Any = Annotated[field.annotation, field]
-    schema = pydantic.TypeAdapter(annotation).json_schema()
+    return split_schema(pydantic.TypeAdapter(annotation).json_schema())
+
+
+def split_schema(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the schema of each of several types."""
     kinds: list[dict[str, Any]] = schema.get("anyOf", [schema])
     return kinds
 

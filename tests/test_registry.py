@@ -171,6 +171,7 @@ class Whole(Sampler):
 
 
 plan = short(3)
+number = 3
 """
 
 
@@ -220,6 +221,8 @@ def test_whether_a_users_sampler_takes_steps(
     assert takes_steps(f"{module}:short", allow_import=True)
     assert not takes_steps(f"{module}:plan", allow_import=True)
     assert not takes_steps(f"{module}:Whole", allow_import=True)
+    with pytest.raises(ValueError, match=r"sampler=3: expected a name, .* as adlm\.build_sampler"):
+        choose_sampler(SamplingSettings(sampler=f"{module}:number"), hidden=4, allow_import=True)
 
 
 def test_options_of_the_command_line_are_read_by_the_samplers_own_types() -> None:

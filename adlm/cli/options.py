@@ -5,20 +5,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
 
 from adlm.bundled import DEFAULT
-from adlm.settings import SamplingSettings, Settings, SettingsError, list_own_names
+from adlm.settings import (
+    SamplingSettings,
+    Settings,
+    SettingsError,
+    list_own_names,
+    split_schema,
+)
 
 if TYPE_CHECKING:
     from adlm.text.lm import LM
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
-METAVARS = {int: "<int>", float: "<float>", bool: "<bool>", str: "<str>"}
+METAVARS = {  # by the type of a value in JSON
+    "integer": "<int>",
+    "number": "<float>",
+    "boolean": "<bool>",
+    "string": "<str>",
+    "array": "<str>",
+    "object": "<name=value>",
+}
+REPEATED = ("array", "object")  # options that may be given several times
 NULL = "null"  # the text of None
 
 
@@ -146,14 +159,15 @@ def list_options(kind: type, left_out: Sequence[str]) -> Iterator[inspect.Parame
     if not issubclass(kind, Settings):
         yield from inspect.signature(kind, eval_str=True).parameters.values()
         return
+    schemas = kind.model_json_schema()["properties"]
     for name, typed in list_own_names(kind, "cli").items():
         if name in left_out:
             continue
-        field = kind.model_fields[name]
-        item = find_item(field.annotation)
-        metavar = "<name=value>" if item is Mapping else METAVARS[item]
-        option = sampling_option(typed, help=format_help(field), metavar=metavar)
-        text: Any = list[str] if is_repeated(field.annotation) else str
+        types = [each["type"] for each in split_schema(schemas[name])]
+        is_repeated = not set(REPEATED).isdisjoint(types)
+        text: Any = list[str] if is_repeated else str
+        help_text = format_help(kind.model_fields[name])
+        option = sampling_option(typed, help=help_text, metavar=METAVARS[types[0]])
         yield inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -166,36 +180,9 @@ def build_group(kind: type, values: Mapping[str, Any]) -> Any:
     """Make settings of texts, or a dataclass of values."""
     if not issubclass(kind, Settings):
         return kind(**values)
-    names = list_own_names(kind, "cli")
-    texts = {names[name]: text for name, text in values.items() if text not in (None, [])}
-    given = {typed: None if text == NULL else text for typed, text in texts.items()}
+    given: dict[str, Any] = {}
+    for name, typed in list_own_names(kind, "cli").items():
+        text = values.get(name)
+        if text not in (None, []):
+            given[typed] = None if text == NULL else text
     return kind.parse("cli", None, **given)
-
-
-def iterate_types(annotation: Any) -> Iterator[Any]:
-    """Yield the types that a value may have, without what is said about them."""
-    origin = get_origin(annotation)
-    if origin in (Union, UnionType):
-        for kind in get_args(annotation):
-            yield from iterate_types(kind)
-    elif origin is Annotated:
-        yield from iterate_types(get_args(annotation)[0])
-    else:
-        yield annotation
-
-
-def is_repeated(annotation: Any) -> bool:
-    """Return whether an option may be given several times."""
-    return any(get_origin(kind) in (Mapping, Sequence) for kind in iterate_types(annotation))
-
-
-def find_item(annotation: Any) -> Any:
-    """Return the type of a value, or of each where there are several; a mapping has pairs."""
-    for kind in iterate_types(annotation):
-        if get_origin(kind) is Mapping:
-            return Mapping
-        if get_origin(kind) is Sequence:
-            return find_item(get_args(kind)[0])
-        if kind in METAVARS:
-            return kind
-    raise TypeError(f"no option takes {annotation}")

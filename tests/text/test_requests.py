@@ -46,7 +46,7 @@ def assert_refused(call: Callable[[], object], *parts: str) -> None:
         ({"prompt": 5}, ("a text is a string", "got 5")),
         ({"prompt": "a\ud800b"}, ("character 1", "\\ud800", "surrogate", "errors='replace'")),
         ({"sampler": "magic"}, ("unknown sampler 'magic'", ", ".join(SAMPLERS))),
-        ({"sampler": Path("a.py")}, ("sampler=PosixPath('a.py')", "expected a name", "adlm.build_sampler")),
+        ({"sampler": Path("a.py")}, ("sampler=PosixPath('a.py')", "expected a text", "leave it out")),
         ({"sampler": ancestral(4), "steps": 8}, ("steps=8", "built already", "leave it out")),
         ({"sampler": ancestral(4), "options": {"a": 1}}, ("options={'a': 1}", "built already")),
         ({"temperature": -0.5}, ("temperature=-0.5", "a number at least 0", "default (1.0)")),
