@@ -8,7 +8,6 @@ from torch import Tensor
 
 from adlm.diffusion.plans import check_probability
 from adlm.diffusion.rng import Purpose, philox, uniform_pair
-from adlm.errors import check_known
 from adlm.registry import Registry, build
 
 
@@ -115,14 +114,16 @@ def every_token() -> AnchorRule:
 
 def apply_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
     """Keep the anchors that carry loss: all (the authors' code), the hidden ones (the paper) or the visible ones."""
-    check_known("anchor_scope", scope, ANCHOR_SCOPES)
+    assert scope in ANCHOR_SCOPES  # a ForwardProcess refuses others
     if scope == "all":
         return is_anchor
     return is_anchor & (is_hidden if scope == "masked" else ~is_hidden)
 
 
-def anchor_weight(step: int, steps: int, peak: float = 3e-3) -> float:
-    """Return gamma at a step: min(peak, step / steps)."""
+def anchor_weight(step: int, steps: int | None, peak: float = 3e-3) -> float:
+    """Return gamma at a step: min(peak, step / steps); without a ramp (`steps` None) its peak."""
+    if steps is None:
+        return peak
     return min(peak, step / steps)
 
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion import schedules
-from adlm.diffusion.anchors import AnchorRule, anchor_weight, apply_scope
+from adlm.diffusion.anchors import ANCHOR_SCOPES, AnchorRule, anchor_weight, apply_scope
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule
+from adlm.errors import check_known
 
 MIN_TIME = 1e-3
 
@@ -121,13 +122,8 @@ class ForwardProcess:
         None  # what the network takes instead of `valid`
     )
 
-    def find_anchor_weight(self, step: int) -> float | None:
-        """Return gamma at a step of training; None where there are no anchors."""
-        if self.anchor_rule is None:
-            return None
-        if self.ramp_steps is None:
-            return self.anchor_weight
-        return anchor_weight(step, self.ramp_steps, self.anchor_weight)
+    def __post_init__(self) -> None:
+        check_known("anchor_scope", self.anchor_scope, ANCHOR_SCOPES)
 
 
 def corrupt(
@@ -174,7 +170,11 @@ def corrupt(
     xt = mask_tokens(x0, 1 - schedule.alpha(t.double()), u, mask_id, unmaskable)
     level = schedules.noise_level(schedule, t)
     batch = collect_batch(x0, xt, t, weight, level, process, valid=valid, is_fixed=is_fixed)
-    return batch if density is None else replace(batch, density=density.float())
+    gamma = None
+    if process.anchor_rule is not None:
+        gamma = anchor_weight(step, process.ramp_steps, process.anchor_weight)
+    density = None if density is None else density.float()
+    return replace(batch, density=density, anchor_weight=gamma)
 
 
 def collect_batch(
@@ -201,12 +201,14 @@ def collect_batch(
     if is_fixed is not None:
         counted = counted & ~is_fixed
     _require_tokens(counted)
-    read = None if process.attend_padding else valid
+    read: Any = None if process.attend_padding else valid
     anchors = None
     if process.anchor_rule is not None:
         is_anchor = apply_scope(process.anchor_rule(x0, read), is_hidden, process.anchor_scope)
         anchors = select(is_anchor & counted, weight, process.multiple)
     hidden = select(is_hidden & counted, weight, process.multiple)
+    if read is not None and process.arrange_valid is not None:
+        read = process.arrange_valid(read)
     return NoisyBatch(x0, xt, t, level, hidden, anchors, counted.sum().float(), valid=read)
 
 

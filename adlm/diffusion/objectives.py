@@ -14,6 +14,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.features import FeatureModel, compute_features, find_anchor_head, find_device
 from adlm.diffusion.masking import (
     ForwardProcess,
@@ -107,15 +108,19 @@ class Loss(NamedTuple):
     row_anchor: Tensor  # (B,), likewise of the anchor term
 
     def check(self, rows: Tensor | None = None) -> Self:
-        """Raise if the loss is not finite, naming the rows (their place in the batch, or their own numbers)."""
+        """Raise if the loss is not finite, which waits for the device."""
         if not bool(torch.isfinite(self.total)):
-            bad = (~torch.isfinite(self.row_nll + self.row_anchor)).nonzero()[:, 0].cpu()
-            names = (bad if rows is None else rows.cpu()[bad]).tolist()
-            raise FloatingPointError(
-                f"the loss is {self.total.item()} (nll {self.nll.item()}, anchor {self.anchor.item()}); "
-                f"rows {names} are not finite. Look at those rows' tokens, then at the learning rate"
-            )
+            raise FloatingPointError(self.explain(rows))
         return self
+
+    def explain(self, rows: Tensor | None = None) -> str:
+        """Name the rows of a loss that is not finite: their places in the batch, or their own numbers."""
+        bad = (~torch.isfinite(self.row_nll + self.row_anchor)).nonzero()[:, 0].cpu()
+        names = (bad if rows is None else rows.cpu()[bad]).tolist()
+        return (
+            f"the loss is {self.total.item()} (nll {self.nll.item()}, anchor {self.anchor.item()}); "
+            f"rows {names} are not finite. Look at those rows' tokens, then at the learning rate"
+        )
 
 
 class Objective:
@@ -186,7 +191,7 @@ class MaskedDiffusion(Objective):
     def corrupt(self, batch: TrainingRows, seed: int, step: int) -> NoisyBatch:
         """Hide tokens at stratified times."""
         rng = CounterRng.from_seed(seed, batch.number)
-        noisy = corrupt(
+        return corrupt(
             batch.tokens,
             self.process,
             rng,
@@ -195,7 +200,6 @@ class MaskedDiffusion(Objective):
             total=batch.total,
             valid=batch.valid(),
         )
-        return finish_batch(noisy, self.process, step, noisy.valid)
 
     def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
         """Compute the NELBO or the ANELBO."""
@@ -256,7 +260,6 @@ class ScoreEntropy(MaskedDiffusion):
             batch,
             mask_id=model.config.mask_id,
             vocab_size=model.config.vocab_size,
-            check=False,
         )
 
 
@@ -269,12 +272,18 @@ class NextToken(Objective):
 
     def corrupt(self, batch: TrainingRows, seed: int, step: int) -> NoisyBatch:
         """Make every next token a target; nothing is random."""
-        process, valid = self.process, batch.valid()
+        process = self.process
+        valid = batch.valid()
         noisy = shift_tokens(
             batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple
         )
-        inputs = None if valid is None else valid[:, 1:]  # of the tokens that have a next one
-        return finish_batch(noisy, process, step, inputs)
+        inputs = None  # what comes after a token is not read, padding neither
+        if valid is not None and process.arrange_valid is not None:
+            inputs = process.arrange_valid(valid[:, 1:])  # of the tokens that have a next one
+        gamma = None
+        if process.anchor_rule is not None:
+            gamma = anchor_weight(step, process.ramp_steps, process.anchor_weight)
+        return replace(noisy, valid=inputs, anchor_weight=gamma)
 
     def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
         """Compute the cross-entropy of the next tokens, with anchors A2R's."""
@@ -321,16 +330,6 @@ def default_objective(model: FeatureModel) -> Objective:
     return NextToken(process) if model.config.is_causal else MaskedDiffusion(process)
 
 
-def finish_batch(
-    noisy: NoisyBatch, process: ForwardProcess, step: int, valid: Tensor | None
-) -> NoisyBatch:
-    """Add gamma to a batch of training, and arrange what is `valid` of its inputs as the network takes it."""
-    noisy = replace(noisy, anchor_weight=process.find_anchor_weight(step))
-    if process.arrange_valid is None or valid is None:
-        return noisy
-    return replace(noisy, valid=process.arrange_valid(valid))
-
-
 def bound_process(process: ForwardProcess) -> ForwardProcess:
     """Return the forward process under which text is scored: that of training, with uniform times and no anchors.
 
@@ -359,13 +358,16 @@ def training_loss(
     anchor_weight: float | Tensor | None = None,
     check: bool = True,
 ) -> Loss:
-    """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones)."""
+    """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones).
+
+    `check` raises if the loss is not finite, which waits for the device.
+    """
     if batch.is_causal != model.config.is_causal:
         raise ValueError(
             "a masked model learns from batches of `corrupt`, a causal one from batches of `shift_tokens`"
         )
     features = compute_features(model, batch.xt, batch.noise_level, valid=batch.valid)
-    return diffusion_loss(
+    loss = diffusion_loss(
         features.final,
         model.head,
         batch,
@@ -373,8 +375,8 @@ def training_loss(
         anchor=features.anchor,
         anchor_head=find_anchor_head(model),
         anchor_weight=anchor_weight,
-        check=check,
     )
+    return loss.check() if check else loss
 
 
 def diffusion_loss(
@@ -387,15 +389,13 @@ def diffusion_loss(
     anchor_head: Head | None = None,
     anchor_weight: float | Tensor | None = None,
     offset: float | None = None,
-    check: bool = True,
 ) -> Loss:
     """Compute the NELBO or, with an `anchor_weight` (gamma), the ANELBO: the mean over tokens of
 
         w(t) [ 1{hidden} · -log p_denoiser(x) + gamma · 1{anchor} · -log softmax(anchor logits)[x] ],
 
     w(t) = -alpha'(t) / (1 - alpha(t)). gamma = 0 gives the NELBO. The heads are applied only at those positions; a
-    batch of `shift_tokens` gives the losses of AR and A2R. `check` raises if the loss is not finite, which waits for
-    the device.
+    batch of `shift_tokens` gives the losses of AR and A2R.
     """
     total, nll, row_nll = _mean_loss(
         final, head, batch, batch.hidden, without=mask_id, offset=offset
@@ -412,8 +412,7 @@ def diffusion_loss(
         total = (
             total + anchor_weight * total_anchor
         )  # at weight 0 too: every parameter stays in the graph
-    loss = Loss(total, nll, mean_anchor, row_nll, row_anchor)
-    return loss.check() if check else loss
+    return Loss(total, nll, mean_anchor, row_nll, row_anchor)
 
 
 def score_entropy_loss(
@@ -423,7 +422,6 @@ def score_entropy_loss(
     *,
     mask_id: int,
     vocab_size: int,
-    check: bool = True,
 ) -> Loss:
     """Compute SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score · (e^noise_level - 1).
 
@@ -431,7 +429,7 @@ def score_entropy_loss(
     cross-entropy plus a penalty that holds the logits' mass at V - 1, where the two are equal.
     """
     offset = math.log(vocab_size - 1)
-    return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, check=check)
+    return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset)
 
 
 def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -> Tensor:

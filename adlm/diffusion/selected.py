@@ -1,7 +1,7 @@
 """The loss of a linear head at selected positions, with the logits of one chunk in memory at a time."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -140,11 +140,6 @@ class _SelectedLossFunction(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def is_linear(head: Head) -> TypeGuard[nn.Linear]:
-    """Return whether a head is a plain linear map, whose loss and gradients are computed in one pass."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-
-
 def _loss_of_any_head(
     x: Tensor, head: Head, target: Tensor, weight: Tensor, without: int | None, offset: float | None
 ) -> SelectedLoss:
@@ -182,7 +177,8 @@ def selected_loss(
     """Compute Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L)."""
     x = features.reshape(-1, features.shape[-1])[selection.index]
     target = targets.reshape(-1)[selection.index]
-    if not is_linear(head):
+    # Of a plain linear map the loss and its gradients are computed in one pass.
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return _loss_of_any_head(x, head, target, selection.weight, without, offset)
     # A parameter requires its gradient under no_grad too, a product as large as the logits'.
     matrix, bias = (

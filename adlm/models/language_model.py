@@ -222,7 +222,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
         config = self.config
-        window = find_window(cache)
+        window = None if cache is None else find_window(cache)
         start = 0 if window is not None or not cache else cache[0].used  # type: ignore[union-attr]
         length = start + x.shape[1]
         if length > config.length:
@@ -234,14 +234,13 @@ class LanguageModel(nn.Module):
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
         rows = x.shape[0]
-        place: slice | Tensor
-        mask: Valid
+        positions = slice(start, length)
+        place: slice | Tensor = positions
+        mask: Valid = None
         if window is not None:
             place, mask = window.position, window.mask
-        else:
-            x, place, mask = arrange_rows(
-                x, slice(start, length), valid, config, is_cached=cache is not None
-            )
+        elif valid is not None:
+            x, place, mask = arrange_rows(x, positions, valid, config, is_cached=cache is not None)
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)
@@ -368,7 +367,7 @@ def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
 
 
 def arrange_rows(
-    x: Tensor, place: slice, valid: Valid, config: ModelConfig, *, is_cached: bool
+    x: Tensor, place: slice, valid: Tensor | UnpaddedRows, config: ModelConfig, *, is_cached: bool
 ) -> tuple[Tensor, slice | Tensor, Valid]:
     """Return the input of a stage, its positions and what attention may read: of unpadded rows the tokens alone."""
     if isinstance(valid, UnpaddedRows):
@@ -381,7 +380,7 @@ def arrange_rows(
                 "this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)"
             )
         return gather_rows(x, valid), valid.position, valid
-    return x, place, None if valid is None else attention_mask(valid, config.is_causal, is_cached)
+    return x, place, attention_mask(valid, config.is_causal, is_cached)
 
 
 def can_unpad(config: ModelConfig) -> bool:

@@ -5,7 +5,7 @@ import signal
 import statistics
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -13,7 +13,7 @@ from types import FrameType
 from pydantic import PositiveFloat, PositiveInt
 
 from adlm.data.batches import Batch
-from adlm.errors import Diverged
+from adlm.errors import Diverged, Preempted
 from adlm.files import write_json, write_tensors
 from adlm.settings import Settings
 
@@ -51,6 +51,24 @@ class LossGuard:
                     f"the loss at step {step} is {loss:.4g}, {above}", step, batch, is_spike=True
                 )
         self.recent.append(loss)
+
+
+def explain_divergence(
+    error: Diverged, folder: Path, rank: int, latest: Path, saved_step: int
+) -> Diverged:
+    """Save the batch at which a run diverged; return the error with its place and the remedy."""
+    saved = save_failed_batch(folder, rank, error)
+    message = f"{error}. The batch is in {saved}. {suggest_remedy(error, latest, saved_step)}"
+    return Diverged(message, error.step, error.batch, is_spike=error.is_spike)
+
+
+def explain_stop(step: int, signals: Sequence[int], resume: str) -> Preempted:
+    """Return the error of a run that received a signal, here or on another rank, and is saved."""
+    command = "the same command"
+    if resume != "auto":
+        command += " without resume="
+    message = f"stopped after step {step:,}, which is saved; {command} resumes the run"
+    return Preempted(message, EXIT_CODES[signals[0] if signals else signal.SIGTERM])
 
 
 def suggest_remedy(error: Diverged, latest: Path, saved_step: int) -> str:

@@ -1,4 +1,4 @@
-"""What a run checks before it begins: its memory, its folder and the checkpoint to resume from."""
+"""What a run settles before it begins: its rows, memory and folder, and the checkpoint to resume from."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,13 +8,23 @@ import torch
 from rich.filesize import decimal as format_bytes
 
 from adlm.config import Config, compare_configs, load_config
-from adlm.devices import get_available_memory
+from adlm.devices import get_available_memory, get_device_name
+from adlm.diffusion.features import FeatureModel
 from adlm.distributed import DistributedContext
 from adlm.files import file_lock
 from adlm.models import folder as model_folder
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import ModelConfig
 from adlm.training import state as run_state
+
+
+def choose_micro_batch(config: Config, context: DistributedContext) -> int:
+    """Return the rows of a forward pass in this process."""
+    if config.batch % context.world_size:
+        problem = f"batch={config.batch} must be a multiple of the {context.world_size} processes"
+        raise ValueError(f"{problem}: choose another batch, or start another number of processes")
+    rows = config.batch // context.world_size
+    return min(config.micro_batch or rows, rows)
 
 
 def check_memory(
@@ -110,3 +120,25 @@ def restore_data_state(
         problem = f"{context.world_size} processes cannot resume a streamed run of {len(states)}"
         raise ValueError(f"{problem}: start {len(states)} processes")
     return states[context.rank if is_stream else 0]
+
+
+def describe_run(
+    config: Config,
+    model: FeatureModel,
+    parallel_kind: str,
+    context: DistributedContext,
+    data: str,
+    source: Path | None,
+) -> str:
+    """Describe the model, the device, the data and the checkpoint that the run starts from."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    device = get_device_name(context.device)
+    if context.world_size > 1:
+        device += f" × {context.world_size} processes ({parallel_kind})"
+    name = config.method or config.model.network
+    lines = [f"{name}, {count / 1e6:.1f}M parameters, on {device}", data]
+    if source is not None:
+        lines.append(f"resuming from {source}")
+    elif config.init is not None:
+        lines.append(f"weights from {config.init}")
+    return "\n".join(lines)

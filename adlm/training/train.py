@@ -1,6 +1,5 @@
-"""Training: from a recipe to weights. `train_steps` is the loop over steps, `Trainer` the run around it."""
+"""Training: from a recipe to weights. `train_steps` takes the steps, `Trainer` is the run around them."""
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,12 @@ from torch.optim import Optimizer
 
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
-from adlm.devices import get_device_name, pick_precision
+from adlm.devices import pick_precision
 from adlm.diffusion.features import find_device
 from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Objective
 from adlm.distributed import DistributedContext, init_distributed
-from adlm.errors import Diverged, Preempted
+from adlm.errors import Diverged
 from adlm.files import write_atomically
 from adlm.models.costs import count_flops
 from adlm.models.folder import COPY_AGAIN, LATEST, collect_weights, load_weights, read_weights
@@ -30,7 +29,7 @@ from adlm.training import setup
 from adlm.training import state as checkpoints
 from adlm.training.distributed import LossModule, ParallelModel, parallelize
 from adlm.training.ema import EMA
-from adlm.training.guard import EXIT_CODES, catch_stop_signals, save_failed_batch, suggest_remedy
+from adlm.training.guard import catch_stop_signals, explain_divergence, explain_stop
 from adlm.training.logging import LoggedRun, RunLogger, StepMetrics
 from adlm.training.optim import (
     build_optimizers,
@@ -42,6 +41,132 @@ from adlm.training.optim import (
 from adlm.training.state import CheckpointWriter, Snapshot, start_state
 from adlm.training.task import Task
 from adlm.training.text import TextTask
+
+
+def train_steps(
+    parallel: ParallelModel,
+    objective: Objective,
+    batches: Iterator[Batch],
+    optimizers: Sequence[Optimizer],
+    *,
+    steps: int,
+    first_step: int = 1,
+    lr_multiplier: Callable[[int], float] = lambda step: 1.0,
+    clip: float = 1.0,
+    ema: EMA | None = None,
+    seed: int = 0,
+    micro_batch: int | None = None,
+    precision: torch.dtype = torch.float32,
+    context: DistributedContext | None = None,
+    in_background: bool | None = None,
+) -> Iterator[StepMetrics]:
+    """Train from `first_step` to `steps` and yield the metrics of each step; to stop, stop iterating.
+
+    All randomness follows from (seed, row, step). The loss is the mean over the tokens of the
+    global batch, so the number of processes and the size of micro-batches change only rounding (and
+    dropout). Batches are corrupted in the background by default if the device is a GPU.
+    """
+    context = context or DistributedContext(find_device(parallel.model))
+    device = context.device
+    on_gpu = device.type == "cuda"
+    is_half = precision != torch.float32
+    # Before it reaches the weights; elsewhere RunLogger.read checks the loss later, without waiting.
+    checks_loss = not on_gpu and context.world_size == 1
+    parallel.model.train()
+
+    ahead = corrupt_ahead(
+        objective,
+        batches,
+        range(first_step, steps + 1),
+        seed=seed,
+        micro_batch=micro_batch,
+        in_background=on_gpu if in_background is None else in_background,
+    )
+    for step, batch, parts, stall in ahead:
+        tokens = torch.stack([part.tokens for part in parts]).sum(0)  # the loss is their mean
+        if batch.lengths is not None:  # otherwise every rank has as many
+            tokens = context.all_reduce_sum(tokens) / context.world_size
+        # All parts are on their way to the device before the first one is needed.
+        parts = [replace(part, tokens=tokens).to(device) for part in parts]
+        multiplier = lr_multiplier(step)
+        set_lr(optimizers, multiplier)
+
+        values = torch.zeros(4, device=device)
+        for number, part in enumerate(parts):
+            is_last = number == len(parts) - 1
+            sync = nullcontext() if is_last else parallel.no_sync()
+            with sync, seed_dropout(seed, step, context.rank, number, device):
+                with torch.autocast(device.type, precision, enabled=is_half):
+                    loss = parallel.module(part)  # objective.loss(model, part)
+                if checks_loss and not torch.isfinite(loss.total):
+                    rows = batch.split(micro_batch or batch.total)[number]
+                    raise Diverged(f"step {step}: {loss.explain(rows.number)}", step, batch)
+                loss.total.backward()  # checkpointed activations repeat their dropout here
+            values[:3] += torch.stack(
+                [loss.total.detach(), loss.nll.detach(), loss.anchor.detach()]
+            )
+        values[3] = step_optimizers(parallel.model, optimizers, clip, ema, parallel.module)
+        gamma = parts[0].anchor_weight or 0.0
+        yield StepMetrics(step, values, multiplier, gamma, batch, stall)
+
+
+def corrupt_ahead(
+    objective: Objective,
+    batches: Iterator[Batch],
+    steps: range,
+    *,
+    seed: int,
+    micro_batch: int | None,
+    in_background: bool,
+) -> Iterator[tuple[int, Batch, list[NoisyBatch], float]]:
+    """Yield each step, its batch, this batch corrupted in parts, and the seconds it was waited for.
+
+    The next batch is read, and in the background corrupted, while a step is computed.
+    """
+    background = ThreadPoolExecutor(1)  # its thread ends with the generator
+
+    def corrupt(batch: Batch, step: int) -> list[NoisyBatch]:
+        parts = batch.split(micro_batch or batch.total)
+        return [objective.corrupt(part, seed, step) for part in parts]
+
+    def start(step: int) -> tuple[Batch, Callable[[], list[NoisyBatch]], float]:
+        began = time.perf_counter()
+        batch = next(batches)
+        stall = time.perf_counter() - began
+        if in_background:
+            return batch, background.submit(corrupt, batch, step).result, stall
+        return batch, partial(corrupt, batch, step), stall
+
+    upcoming = start(steps[0]) if steps else None
+    for step in steps:
+        assert upcoming is not None
+        batch, get_parts, stall = upcoming
+        parts = get_parts()  # first: reading may fork workers, and the thread must be idle then
+        upcoming = start(step + 1) if step + 1 in steps else None
+        yield step, batch, parts, stall
+
+
+@contextmanager
+def seed_dropout(
+    seed: int, step: int, rank: int, number: int, device: torch.device
+) -> Iterator[None]:
+    """A context in which dropout follows from (seed, step, rank, micro-batch).
+
+    The caller's generators do not move.
+    """
+    on_gpu = device.type == "cuda"
+    mixed = (
+        seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + rank * 0x8CB92BA72F3D8DD7 + number
+    )
+    with torch.random.fork_rng([device] if on_gpu else []):
+        if on_gpu:
+            torch.cuda.manual_seed(mixed % 2**63)
+        else:
+            torch.default_generator.manual_seed(mixed % 2**63)
+        yield
+
+
+# --------------------------------------------------------------------------------------- the run
 
 
 @dataclass(frozen=True)
@@ -92,7 +217,7 @@ class Trainer:
         # Where we run: the device, its precision, and the rows of this process.
         self.context = context
         self.precision = pick_precision(config.precision, context.device)
-        self.micro_batch = choose_micro_batch(config, context)
+        self.micro_batch = setup.choose_micro_batch(config, context)
 
         # What we train: the data, the model and its objective.
         self.task = task = open_task(config, context)
@@ -147,39 +272,60 @@ class Trainer:
             lr=config.optimizer.lr,
         )
         self.logger = RunLogger(logged, config.log, config.guard, self.state, context, exit_stack)
-        self.logger.print(self.describe(source))
+        self.logger.print(
+            setup.describe_run(
+                config, self.model, self.parallel.kind, context, task.description, source
+            )
+        )
 
     def run(self, signals: Sequence[int]) -> Run:
-        """Train to the last step."""
+        """Train to the last step, or until a signal is received."""
         config = self.config
         latest = self.folder / "checkpoints" / LATEST
+        training = train_steps(
+            self.parallel,
+            self.task.objective,
+            iter(self.batches),
+            self.optimizers,
+            steps=config.steps,
+            first_step=self.state.step + 1,
+            lr_multiplier=partial(get_lr_multiplier, steps=config.steps, settings=config.optimizer),
+            clip=config.optimizer.clip,
+            ema=self.ema,
+            seed=config.seed,
+            micro_batch=self.micro_batch,
+            precision=self.precision,
+            context=self.context,
+        )
         try:
-            for metrics in self.take_steps():
+            for metrics in training:
                 step = metrics.step
                 is_last = step == config.steps
                 self.logger.add(metrics)
                 is_logged = step % config.log.every == 0 or is_last
                 if is_logged:
                     self.logger.log_step(metrics)
-
-                with self.logger.pause_timer():
-                    if step % config.valid.every == 0 or is_last:
+                if step % config.valid.every == 0 or is_last:
+                    with self.logger.pause_timer():
                         self.validate(metrics)
-                    if config.samples.every and (step % config.samples.every == 0 or is_last):
+                if config.samples.every and (step % config.samples.every == 0 or is_last):
+                    with self.logger.pause_timer():
                         self.write_samples(step)
-                    # A signal may reach the ranks at different steps: they agree where they log.
-                    can_stop = is_logged or self.context.world_size == 1
-                    is_stopping = can_stop and self.context.any(bool(signals))
-                    if step % config.checkpoint.every == 0 or is_last or is_stopping:
-                        self.save(metrics)
 
+                is_stopping = bool(signals)
+                if self.context.world_size > 1:
+                    # A signal may reach the ranks at different steps: they agree where they log.
+                    is_stopping = is_logged and self.context.any(is_stopping)
+                if step % config.checkpoint.every == 0 or is_last or is_stopping:
+                    with self.logger.pause_timer():
+                        self.save(metrics)
                 if is_stopping and not is_last:
-                    self.stop(step, signals[0] if signals else signal.SIGTERM)
+                    self.writer.wait()
+                    raise explain_stop(step, signals, config.resume)
         except Diverged as error:
-            saved = save_failed_batch(self.folder, self.context.rank, error)
-            remedy = suggest_remedy(error, latest, self.state.step)
-            message = f"{error}. The batch is in {saved}. {remedy}"
-            raise Diverged(message, error.step, error.batch, is_spike=error.is_spike) from error
+            saved_step = self.state.step
+            rank = self.context.rank
+            raise explain_divergence(error, self.folder, rank, latest, saved_step) from error
 
         self.writer.wait()
         step = self.state.step
@@ -189,32 +335,15 @@ class Trainer:
             self.logger.print(f"{self.folder}: {self.task.format_metrics(valid)}")
         return Run(self.folder, latest, step, valid)
 
-    def take_steps(self) -> Iterator[StepMetrics]:
-        """Take the steps that are left, by the settings of the run."""
-        config = self.config
-        return train_steps(
-            self.parallel,
-            self.task.objective,
-            iter(self.batches),
-            self.optimizers,
-            steps=config.steps,
-            first_step=self.state.step + 1,
-            lr_multiplier=lambda step: get_lr_multiplier(step, config.steps, config.optimizer),
-            clip=config.optimizer.clip,
-            ema=self.ema,
-            seed=config.seed,
-            micro_batch=self.micro_batch,
-            precision=self.precision,
-            context=self.context,
-        )
-
     def validate(self, metrics: StepMetrics) -> None:
         """Measure the averaged weights on held-out rows."""
         start = time.perf_counter()
         step = metrics.step
         averaged = nullcontext() if self.ema is None else self.ema.swap_in(self.model)
+        is_half = self.precision != torch.float32
+        half = torch.autocast(self.context.device.type, self.precision, enabled=is_half)
         try:
-            with averaged, autocast(self.context.device, self.precision):
+            with averaged, half:
                 batch = self.config.valid.batch or self.micro_batch
                 valid = self.task.validate(self.parallel, batch)
         except FloatingPointError as error:
@@ -281,163 +410,3 @@ class Trainer:
         except (TypeError, KeyError, AttributeError) as error:
             problem = f"{source / 'state.json'} has batches {place!r:.120}"
             raise ValueError(f"{problem}: {COPY_AGAIN}") from error
-
-    def stop(self, step: int, number: int) -> None:
-        """End a run that received a signal and is saved."""
-        self.writer.wait()
-        command = "the same command"
-        if self.config.resume != "auto":
-            command += " without resume="
-        message = f"stopped after step {step:,}, which is saved; {command} resumes the run"
-        raise Preempted(message, EXIT_CODES[number])
-
-    def describe(self, source: Path | None) -> str:
-        """Describe the model, the device, the data and the checkpoint that the run starts from."""
-        count = sum(parameter.numel() for parameter in self.model.parameters())
-        size = f"{count / 1e6:.1f}M parameters"
-        device = get_device_name(self.context.device)
-        if self.context.world_size > 1:
-            device += f" × {self.context.world_size} processes ({self.parallel.kind})"
-        name = self.config.method or self.config.model.network
-        lines = [f"{name}, {size}, on {device}", self.task.description]
-        if source is not None:
-            lines.append(f"resuming from {source}")
-        elif self.config.init is not None:
-            lines.append(f"weights from {self.config.init}")
-        return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------- the steps
-
-
-def train_steps(
-    parallel: ParallelModel,
-    objective: Objective,
-    batches: Iterator[Batch],
-    optimizers: Sequence[Optimizer],
-    *,
-    steps: int,
-    first_step: int = 1,
-    lr_multiplier: Callable[[int], float] = lambda step: 1.0,
-    clip: float = 1.0,
-    ema: EMA | None = None,
-    seed: int = 0,
-    micro_batch: int | None = None,
-    precision: torch.dtype = torch.float32,
-    context: DistributedContext | None = None,
-    in_background: bool | None = None,
-) -> Iterator[StepMetrics]:
-    """Train from `first_step` to `steps` and yield the metrics of each step.
-
-    All randomness follows from (seed, row, step). The loss is the mean over the tokens of the
-    global batch, so the number of processes and the size of micro-batches change only rounding (and
-    dropout). Batches are corrupted in the background by default if the device is a GPU.
-    """
-    context = context or DistributedContext(find_device(parallel.model))
-    device = context.device
-    on_gpu = device.type == "cuda"
-    parallel.model.train()
-
-    def corrupt(batch: Batch, step: int) -> list[tuple[Batch, NoisyBatch]]:
-        parts = batch.split(micro_batch or batch.total)
-        return [(part, objective.corrupt(part, seed, step)) for part in parts]
-
-    ahead = corrupt_ahead(
-        batches,
-        corrupt,
-        range(first_step, steps + 1),
-        in_background=on_gpu if in_background is None else in_background,
-    )
-    for step, batch, parts, stall in ahead:
-        tokens = torch.stack([noisy.tokens for _, noisy in parts]).sum(0)  # the loss is their mean
-        if batch.lengths is not None:  # otherwise every rank has as many
-            tokens = context.all_reduce_sum(tokens) / context.world_size
-        # All parts are on their way to the device before the first one is needed.
-        parts = [(rows, replace(noisy, tokens=tokens).to(device)) for rows, noisy in parts]
-        multiplier = lr_multiplier(step)
-        set_lr(optimizers, multiplier)
-
-        values = torch.zeros(4, device=device)
-        for number, (rows, noisy) in enumerate(parts):
-            is_last = number == len(parts) - 1
-            sync = nullcontext() if is_last else parallel.no_sync()
-            with sync, seed_dropout(seed, step, context.rank, number, device):
-                with autocast(device, precision):
-                    loss = parallel.module(noisy)  # objective.loss(model, noisy)
-                # Before it reaches the weights; elsewhere RunLogger.read checks it later.
-                if not on_gpu and context.world_size == 1:
-                    try:
-                        loss.check(rows.number)
-                    except FloatingPointError as error:
-                        raise Diverged(f"step {step}: {error}", step, batch) from error
-                loss.total.backward()  # checkpointed activations repeat their dropout here
-            values[:3] += torch.stack(
-                [loss.total.detach(), loss.nll.detach(), loss.anchor.detach()]
-            )
-        values[3] = step_optimizers(parallel.model, optimizers, clip, ema, parallel.module)
-        gamma = parts[0][1].anchor_weight or 0.0
-        yield StepMetrics(step, values, multiplier, gamma, batch, stall)
-
-
-Parts = list[tuple[Batch, NoisyBatch]]  # of a step's batch: rows, and how they are corrupted
-
-
-def corrupt_ahead(
-    batches: Iterator[Batch],
-    corrupt: Callable[[Batch, int], Parts],
-    steps: range,
-    *,
-    in_background: bool,
-) -> Iterator[tuple[int, Batch, Parts, float]]:
-    """Yield each step's batch with its corrupted parts, and the seconds spent waiting for the batch.
-
-    The next batch is read, and in the background corrupted, while a step is computed.
-    """
-    background = ThreadPoolExecutor(1)  # its thread ends with the generator
-
-    def start(step: int) -> tuple[Batch, Callable[[], Parts], float]:
-        began = time.perf_counter()
-        batch = next(batches)
-        stall = time.perf_counter() - began
-        if in_background:
-            return batch, background.submit(corrupt, batch, step).result, stall
-        return batch, partial(corrupt, batch, step), stall
-
-    upcoming = start(steps[0]) if steps else None
-    for step in steps:
-        assert upcoming is not None
-        batch, get_parts, stall = upcoming
-        parts = get_parts()  # first: reading may fork workers, and the thread must be idle then
-        upcoming = start(step + 1) if step + 1 in steps else None
-        yield step, batch, parts, stall
-
-
-@contextmanager
-def seed_dropout(
-    seed: int, step: int, rank: int, number: int, device: torch.device
-) -> Iterator[None]:
-    """A context in which dropout follows from (seed, step, rank, micro-batch); the caller's generators do not move."""
-    on_gpu = device.type == "cuda"
-    mixed = (
-        seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + rank * 0x8CB92BA72F3D8DD7 + number
-    )
-    with torch.random.fork_rng([device] if on_gpu else []):
-        if on_gpu:
-            torch.cuda.manual_seed(mixed % 2**63)
-        else:
-            torch.default_generator.manual_seed(mixed % 2**63)
-        yield
-
-
-def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:
-    """A context in which networks compute in a precision."""
-    return torch.autocast(device.type, precision, enabled=precision != torch.float32)
-
-
-def choose_micro_batch(config: Config, context: DistributedContext) -> int:
-    """Return the rows of a forward pass in this process."""
-    if config.batch % context.world_size:
-        problem = f"batch={config.batch} must be a multiple of the {context.world_size} processes"
-        raise ValueError(f"{problem}: choose another batch, or start another number of processes")
-    rows = config.batch // context.world_size
-    return min(config.micro_batch or rows, rows)

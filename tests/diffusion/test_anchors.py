@@ -14,6 +14,7 @@ from adlm.diffusion.anchors import (
     random_positions,
     rare_in_sequence,
 )
+from adlm.diffusion.masking import ForwardProcess
 from tests.world import random_tokens
 
 VOCAB = 15
@@ -163,7 +164,7 @@ def test_the_ramp_of_gamma():
             r"\[15, -1\] are outside the vocabulary: use ids from 0 to 14",
         ),
         (
-            lambda: apply_scope(VALID, VALID, "hidden"),
+            lambda: ForwardProcess(0, anchor_scope="hidden"),
             "unknown anchor_scope 'hidden': expected one of all, mask",
         ),
         (lambda: rare_in_sequence(), "max_count is None and max_fraction None: give one of them"),

@@ -242,15 +242,15 @@ def test_a_nan_is_raised_and_its_row_named():
     final = features.final.detach().clone()
     final[2, 5] = torch.nan
     with pytest.raises(FloatingPointError, match=r"rows \[2\]"):
-        diffusion_loss(final, model.head, batch, mask_id=MASK)
-    loss = diffusion_loss(final, model.head, batch, mask_id=MASK, check=False)
+        diffusion_loss(final, model.head, batch, mask_id=MASK).check()
+    loss = diffusion_loss(final, model.head, batch, mask_id=MASK)
     with pytest.raises(FloatingPointError, match=r"rows \[102\]"):
         loss.check(rows=torch.arange(100, 104))
     anchor = features.anchor.detach().clone()
     anchor[1] = torch.nan
     anchors = {"anchor": anchor, "anchor_head": model.anchor_head, "anchor_weight": 0.1}
     with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
-        diffusion_loss(features.final, model.head, batch, mask_id=MASK, **anchors)
+        diffusion_loss(features.final, model.head, batch, mask_id=MASK, **anchors).check()
 
 
 def test_text_that_holds_the_mask_is_refused():

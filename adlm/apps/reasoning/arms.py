@@ -329,7 +329,9 @@ class ReasoningObjective(Objective):
             label_weight=self.label_weight,
             multiple=self.multiple,
         )
-        made = replace(made, anchor_weight=self.find_anchor_weight(step))
+        if arm.has_anchor_term:
+            gamma = anchor_weight(step, self.ramp_steps, self.anchor_weight)
+            made = replace(made, anchor_weight=gamma)
         if arm.auxiliary is None:
             return made
         rows = list(map(self.lay_out_auxiliary, items, layouts))
@@ -359,11 +361,3 @@ class ReasoningObjective(Objective):
     def loss(self, model: FeatureModel, batch: NoisyBatch) -> Loss:
         """Compute the cross-entropy of tokens and labels, and the arm's second loss."""
         return self.loss_fn(model, batch, anchor_weight=batch.anchor_weight, check=False)
-
-    def find_anchor_weight(self, step: int) -> float | None:
-        """Gamma of A2R's anchor term at a step; None where there are no anchors."""
-        if not self.arm.has_anchor_term:
-            return None
-        if self.ramp_steps is None:
-            return self.anchor_weight
-        return anchor_weight(step, self.ramp_steps, self.anchor_weight)

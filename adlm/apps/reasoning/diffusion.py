@@ -23,7 +23,7 @@ from adlm.diffusion.anchors import build_anchor_rule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.features import FeatureModel
 from adlm.diffusion.masking import NoisyBatch, corrupt
-from adlm.diffusion.objectives import Loss, MaskedDiffusion, finish_batch, training_loss
+from adlm.diffusion.objectives import Loss, MaskedDiffusion, training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.samplers import build_sampler, takes_steps
 from adlm.diffusion.sampling import Row, fill_rows
@@ -150,8 +150,7 @@ class HoleObjective(MaskedDiffusion):
         x0, valid = pad_holes([self.task.complete(item) for item in batch.items], self.multiple)
         rng = CounterRng.from_seed(seed, batch.number)
         places: dict[str, Any] = {"index": batch.place, "total": batch.total, "valid": valid}
-        noisy = corrupt(x0, self.process, rng, step, is_fixed=layouts != self.task.hole, **places)
-        return finish_batch(noisy, self.process, step, noisy.valid)
+        return corrupt(x0, self.process, rng, step, is_fixed=layouts != self.task.hole, **places)
 
     @property
     def name(self) -> str:

@@ -145,7 +145,7 @@ def reasoning_loss(
             "anchor_weight": anchor_weight,
         }
     loss = diffusion_loss(
-        features.final, model.head, means, mask_id=model.config.mask_id, check=False, **anchors
+        features.final, model.head, means, mask_id=model.config.mask_id, **anchors
     )
     if (
         term is not None
@@ -165,9 +165,7 @@ def compute_step_loss(
         return 0 * torch.stack([parameter.sum() for parameter in decoder.parameters()]).sum()
     written = decoder(model, features.flatten(0, 1)[batch.links], steps.xt)
     means = replace(steps, tokens=batch.tokens[1])
-    return diffusion_loss(
-        written, model.head, means, mask_id=model.config.mask_id, check=False
-    ).total
+    return diffusion_loss(written, model.head, means, mask_id=model.config.mask_id).total
 
 
 def compute_distillation_loss(
@@ -179,9 +177,7 @@ def compute_distillation_loss(
     with model.denoiser.collect_states() as targets:
         features = model(teacher.xt)
     means = replace(teacher, tokens=batch.tokens[1])
-    nll = diffusion_loss(
-        features.final, model.head, means, mask_id=model.config.mask_id, check=False
-    ).total
+    nll = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id).total
     mine = torch.stack([state.flatten(0, 1)[batch.links] for state in states]).float()
     theirs = torch.stack([state.detach().flatten(0, 1)[teacher.links] for state in targets]).float()
     # Smooth L1 from the states of the written row, divided by their standard deviation; a mean over rows and layers.
