@@ -23,6 +23,7 @@ def convert(
     to: Annotated[Literal["lightning"] | None, typer.Option(help=TO_HELP)] = None,
     is_ema: Annotated[bool | None, typer.Option("--ema/--raw", help=EMA_HELP)] = None,
     tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Convert a checkpoint of ADLM, MDLM, ReMDM or AR to a model folder, or a model to a Lightning checkpoint.
@@ -53,7 +54,8 @@ def convert(
             )
         else:
             require_transformer(read_config_json(found).network, "a Lightning checkpoint")
-            loaded, weights = load_model(found), "for inference"
+            loaded = load_model(found, objective=objective)
+            weights = "for inference"
         written = (
             write_lightning(loaded, path) if to else export_model(loaded, path, is_quantized=False)
         )
@@ -99,6 +101,7 @@ def export(
     is_public: Annotated[
         bool, typer.Option("--public", help="Make a new repository on the Hub public.")
     ] = False,
+    objective: options.Objective = None,
     is_json: options.Json = False,
 ) -> None:
     """Export a model to a folder that transformers, diffusers (masked models) and adlm load."""
@@ -116,7 +119,10 @@ def export(
             "adlm.interop.huggingface", "adlm export needs transformers", "hf"
         )
         folder = huggingface.export(
-            load(model or DEFAULT, device="cpu"), out, dtype=dtype, report=report
+            load(model or DEFAULT, device="cpu", objective=objective),
+            out,
+            dtype=dtype,
+            report=report,
         )
         address = (
             None

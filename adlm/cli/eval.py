@@ -107,11 +107,9 @@ def run_eval(
             loading = replace(own, device=str(context.device))
             deterministic = parameters.get("deterministic", False)
             names = dict.fromkeys(parameters.get("models") or [parameters.get("model")])
-            models: Any = (  # `anchors` takes one at a time
-                loading.load_model(name, deterministic=deterministic)
-                for name in names
-                if has_models
-            )
+            models: Any = iter(())
+            if has_models:  # `anchors` takes one at a time
+                models = loading.load_models(list(names), deterministic=deterministic)
             if task == "samples":
                 models = next(models, None)
             elif task == "report":  # which writes files before it takes the models

@@ -94,22 +94,29 @@ Deterministic = Annotated[
 ]
 
 
+Objective = Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=OBJECTIVE_HELP)]
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """Where a model runs, and what its folder names that is not built in."""
 
     device: Device = "auto"
     network: Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=NETWORK_HELP)] = None
-    objective: Annotated[str | None, typer.Option(metavar="MODULE:OBJECT", help=OBJECTIVE_HELP)] = (
-        None
-    )
+    objective: Objective = None
 
     def load_model(self, name: str | None, *, deterministic: bool = False) -> "LM":
         """Load a model, by default the bundled one."""
-        from adlm.text.lm import load
+        return next(self.load_models([name], deterministic=deterministic))
 
-        return load(
-            name or DEFAULT,
+    def load_models(
+        self, names: Sequence[str | None], *, deterministic: bool = False
+    ) -> "Iterator[LM]":
+        """Load models one by one, of which some may have networks of their own."""
+        from adlm.text.lm import load_models
+
+        return load_models(
+            [name or DEFAULT for name in names],
             device=self.device,
             deterministic=deterministic,
             network=self.network,

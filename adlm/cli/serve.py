@@ -61,9 +61,7 @@ def serve(
     except OSError as error:
         problem = f"{host} port {port} cannot be used ({error.strerror})"
         raise ValueError(f"{problem}: give another --host or --port") from None
-    lm, *others = [
-        loading.load_model(name, deterministic=deterministic) for name in models or [DEFAULT]
-    ]
+    lm, *others = loading.load_models(models or [DEFAULT], deterministic=deterministic)
     limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
     app = create_app(lm, limits=limits, api_key=api_key, others=others)
     for each in (lm, *others):

@@ -54,6 +54,8 @@ class ObjectiveSettings(Settings):
     """Share of anchors in a row: random."""
     ids: list[int] | None = None
     """Token ids that are anchors: listed."""
+    anchor_options: dict[str, OptionValue] = Field(default_factory=dict)
+    """The options of an anchor rule of your own."""
     anchor_scope: str = "all"
     """Which anchors count: all, or only hidden ones."""
     anchor_weight: NonNegativeFloat = 3e-3
@@ -312,6 +314,11 @@ def choose_objective(
 ) -> Objective:
     """Return the objective that a model folder or a recipe names: built in, or from the caller."""
     if name in OBJECTIVES:
+        if given is not None and given not in (name, OBJECTIVES[name]):
+            raise ValueError(
+                f"objective={given!r:.80} was given, and this model has the built-in objective "
+                f"{name!r}: leave objective= out, or --objective on the command line"
+            )
         return OBJECTIVES[name](process)
     if given is None:
         known = ", ".join(OBJECTIVES)

@@ -168,12 +168,10 @@ def load_model(
     described = read_config_json(folder)
     try:
         kind = choose_network(described.network, network)
-        own_objective = None
-        if described.objective_name not in OBJECTIVES:
-            process = ForwardProcess(
-                described.model.get("mask_id"), attend_padding=described.attend_padding
-            )
-            own_objective = choose_objective(described.objective_name, process, objective)
+        process = ForwardProcess(
+            described.model.get("mask_id"), attend_padding=described.attend_padding
+        )
+        chosen = choose_objective(described.objective_name, process, objective)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     model = build_network(kind, read_shape(folder, described, kind), seed=None)
@@ -192,7 +190,7 @@ def load_model(
         described.rows,
         network=described.network,
         objective_name=described.objective_name,
-        own_objective=own_objective,
+        own_objective=None if described.objective_name in OBJECTIVES else chosen,
         attend_padding=described.attend_padding,
         schedule=described.schedule,
     )

@@ -64,6 +64,11 @@ NETWORKS: Registry[NetworkClass] = Registry("network", {TRANSFORMER: LanguageMod
 def choose_network(name: str, given: GivenNetwork | None = None) -> NetworkClass | nn.Module:
     """Return the network that a model folder names: built in, or from the caller."""
     if name in NETWORKS:
+        if given is not None and given not in (name, NETWORKS[name]):
+            raise ValueError(
+                f"network={given!r:.80} was given, and this model has the built-in network "
+                f"{name!r}: leave network= out, or --network on the command line"
+            )
         return NETWORKS[name]
     if given is None:
         known = ", ".join(NETWORKS)

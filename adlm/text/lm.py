@@ -24,7 +24,8 @@ from adlm.diffusion.features import (
     compute_features,
     find_anchor_head,
 )
-from adlm.diffusion.objectives import GivenObjective
+from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.objectives import OBJECTIVES, GivenObjective, choose_objective
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.diffusion.samplers import LeftToRight, choose_sampler, refuse_samplers
 from adlm.diffusion.sampling import Frame, Sampler, sample, sample_together
@@ -32,7 +33,7 @@ from adlm.errors import suggest_names
 from adlm.likelihood import NatsSettings, RowNats, Texts, row_nats
 from adlm.models import folder as model_folder
 from adlm.models.evaluator import ModelEvaluator, build_evaluator
-from adlm.models.network import GivenNetwork
+from adlm.models.network import NETWORKS, TRANSFORMER, GivenNetwork, choose_network
 from adlm.settings import (
     DEFAULT_SAMPLER,
     INFILL_SAMPLER,
@@ -502,14 +503,49 @@ def load(
 
     On a GPU a seed gives one text only if `deterministic`: every evaluation then has the same number of rows. A folder
     may name a network or an objective that is not built in. Nothing in it is imported: `network` and `objective` are
-    then the class, the object, or `module:object`.
+    then the class, the object, or `module:object`; for what is built in they are refused.
     """
     path = find_model(model)
     if is_lineage(path):
+        choose_network(TRANSFORMER, network)  # a checkpoint of the lineage takes no other
         loaded = load_lineage(path)[0]
+        process = ForwardProcess(loaded.model.config.mask_id)
+        choose_objective(loaded.objective.name, process, objective)
     else:
         loaded = model_folder.load_model(path, verify=verify, network=network, objective=objective)
     return LM(loaded, str(model), device=device, deterministic=deterministic)
+
+
+def load_models(
+    models: Sequence[str],
+    *,
+    device: str = "auto",
+    deterministic: bool = False,
+    network: str | None = None,
+    objective: str | None = None,
+) -> Iterator[LM]:
+    """Load models one by one; a network and an objective are for those of them that name one of their own."""
+    own_network: set[str] = set()
+    own_objective: set[str] = set()
+    if network is not None or objective is not None:
+        for name in models:
+            path = find_model(name)
+            if is_lineage(path):
+                continue
+            described = model_folder.read_config_json(path)
+            if described.network not in NETWORKS:
+                own_network.add(name)
+            if described.objective_name not in OBJECTIVES:
+                own_objective.add(name)
+    for name in models:
+        # Where none has an own one, the first model says that it takes none.
+        yield load(
+            name,
+            device=device,
+            deterministic=deterministic,
+            network=network if name in own_network or not own_network else None,
+            objective=objective if name in own_objective or not own_objective else None,
+        )
 
 
 def find_model(model: str | Path) -> Path:

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,12 @@ from adlm.devices import can_leave_padding_out
 from adlm.diffusion.anchors import ANCHOR_RULES, AnchorRule
 from adlm.diffusion.features import FeatureModel, find_anchor_head
 from adlm.diffusion.masking import ForwardProcess
-from adlm.diffusion.objectives import Objective, choose_objective
+from adlm.diffusion.objectives import (
+    OBJECTIVES,
+    Objective,
+    ObjectiveSettings,
+    choose_objective,
+)
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.samplers import LeftToRight, choose_sampler, takes_steps
 from adlm.diffusion.sampling import Sampler
@@ -39,7 +44,13 @@ from adlm.models.network import (
 )
 from adlm.models.transformer import unpad
 from adlm.registry import build
-from adlm.settings import SamplingSettings
+from adlm.settings import (
+    SamplingSettings,
+    SettingsError,
+    TypedText,
+    Vocabulary,
+    derive_settings,
+)
 from adlm.training.distributed import ParallelModel
 from adlm.training.setup import find_checkpoint
 from adlm.training.task import Batches, InitModel, Task
@@ -201,14 +212,21 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
     resumed = find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
         described = model_folder.read_config_json(resumed)
+        check_init_parts(config, described)
         network = choose_network(described.network, config.model.network)
         init = InitModel(described.method, model_folder.read_shape(resumed, described, network))
     else:
         is_bundled = config.init in MODELS  # ./NAME is a folder of that name
         path = find_bundled_model(config.init) if is_bundled else config.init
         folder = model_folder.find_model_folder(path)
+        described = model_folder.read_config_json(folder)
+        check_init_parts(config, described)
+        # Its objective is not that of the run, and of one's own it is loaded with the folder.
+        is_built_in = described.objective_name in OBJECTIVES
         loaded = model_folder.load_model(
-            folder, network=config.model.network, objective=config.objective.name
+            folder,
+            network=config.model.network,
+            objective=None if is_built_in else config.objective.name,
         )
         check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
         sha256 = hash_file(model_folder.find_weights_file(folder))
@@ -217,6 +235,26 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
         problem = f"method={config.method}, and init={config.init} is {init.method}"
         raise ValueError(f"{problem}: leave method out")
     return init
+
+
+def check_init_parts(config: Config, described: model_folder.ModelDescription) -> None:
+    """Raise ValueError unless the recipe names the network and the objective of `init` that are not built in."""
+    is_own = described.network not in NETWORKS
+    if is_own and config.model.network is None:
+        raise ValueError(
+            f"init={config.init} has the network {described.network!r:.80}, which is not built in: "
+            "if you trust its code, set model.network=MODULE:OBJECT"
+        )
+    if not is_own and config.model.network is not None:
+        raise ValueError(
+            f"model.network={config.model.network}, and init={config.init} has the built-in "
+            f"network {described.network!r}: leave model.network out, or choose another init"
+        )
+    if described.objective_name not in OBJECTIVES and config.objective.name is None:
+        raise ValueError(
+            f"init={config.init} has the objective {described.objective_name!r:.80}, which is not "
+            "built in: set objective.name to it, if you trust its code, or to another one"
+        )
 
 
 def check_init_data(
@@ -352,7 +390,28 @@ def build_rule(config: Config, data: PreparedData) -> AnchorRule:
         options["counts"] = data.counts()
     if "document_counts" in known:
         options |= count_documents(data)
+    options |= read_anchor_options(config, factory, list(options))
     return build(ANCHOR_RULES, name, options, allow_import=True)
+
+
+def read_anchor_options(
+    config: Config, factory: Callable[..., AnchorRule], supplied: Sequence[str]
+) -> dict[str, Any]:
+    """Check an anchor rule's own options by the parameters of its function, and return them."""
+    options = config.objective.anchor_options
+    if not options:
+        return {}
+    key = {"objective.anchor_options": options}
+    of_recipe = [name for name in options if name in ObjectiveSettings.model_fields]
+    if of_recipe:
+        raise SettingsError(key, f"{of_recipe[0]} is given as objective.{of_recipe[0]}")
+    try:
+        is_typed = any(isinstance(value, TypedText) for value in options.values())
+        vocabulary: Vocabulary = "recipe" if is_typed else "python"
+        checked = derive_settings(factory, *supplied).parse(vocabulary, None, **options)
+    except SettingsError as error:
+        raise SettingsError(key, f"of {config.objective.anchor_rule}, {error}") from None
+    return {name: getattr(checked, name) for name in options}
 
 
 def build_sampler(settings: SampleSettings, length: int) -> Plan | Sampler:
