@@ -153,15 +153,52 @@ def test_a_plugin_that_is_no_sampler_is_refused(folder: Path) -> None:
     assert "expected a sampler" in error
 
 
+OPTION_MISTAKES = {
+    "{skip: two}": "skip='two': expected a whole number",
+    "{skp: 1}": "skp=1: unknown name; did you mean skip?",
+    "{seed: 1}": "seed=1: unknown name",
+    "{max_count: 1}": "max_count is given as objective.max_count",
+}
+TRY = """
+import adlm, json, sys
+
+end = sys.argv.index("--")
+for change in sys.argv[end + 1 :]:
+    try:
+        adlm.train(*sys.argv[1:end], change)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+
+
 def test_a_schedule_and_an_anchor_rule_train_and_are_evaluated(folder: Path) -> None:
     prepare_data(folder)
     schedule = ("objective.schedule=schedule:Polynomial", "objective.schedule_options.power=3")
     rule = ("objective.anchor_rule=anchor_rule:first_occurrence",)
-    metrics = train(folder, *schedule, *rule)
+    metrics = train(folder, *schedule, *rule, "objective.anchor_options.skip=30")
     assert metrics
     stored = (folder / "run" / "config.yaml").read_text("utf-8")
     assert "schedule:Polynomial" in stored
     assert "anchor_rule:first_occurrence" in stored
+    anchored = read_anchor_losses(folder / "run")
+    assert all(value > 0 for value in anchored)
+
+    # Where all 32 positions of a row are left out, there are no anchors.
+    train(folder, *rule, "objective.anchor_options={skip: 32}", "folder=none")
+    assert read_anchor_losses(folder / "none") == [0.0] * len(anchored)
+
+    recipe = str(ROOT / "recipes" / "cpu-nano.yaml")
+    given = (recipe, "data.path=data", "folder=wrong", *NANO, *rule)
+    changes = [f"objective.anchor_options={options}" for options in OPTION_MISTAKES]
+    errors = run(folder, "-c", TRY, *given, "--", *changes).splitlines()
+    for line, message in zip(errors, OPTION_MISTAKES.values(), strict=True):
+        assert "objective.anchor_options=" in json.loads(line) and message in json.loads(line)
+
+
+def read_anchor_losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record["train/anchor"] for record in records if "train/anchor" in record]
 
 
 OWN = ("--network", "network:Mixer", "--objective", "objective:Flat")
@@ -197,10 +234,10 @@ def own(folder: Path, prepared: Path) -> Path:
     return shutil.copytree(prepared, folder, dirs_exist_ok=True)
 
 
-def train_own(folder: Path, *changes: str) -> str:
+def train_own(folder: Path, *changes: str, fails: bool = False) -> str:
     sizes = ("steps=4", "batch=4", "valid.every=2", "valid.rows=8", "checkpoint.every=2")
     own = ("train", "network.yaml", "data.path=data", "folder=run", "device=cpu", *sizes)
-    return run_command(folder, *own, *changes)
+    return run_command(folder, *own, *changes, fails=fails)
 
 
 def test_a_network_and_an_objective_train_score_sample_and_serve(own: Path) -> None:
@@ -232,6 +269,13 @@ def test_a_run_of_an_own_network_resumes_and_starts_others(own: Path) -> None:
     other = (own / "other" / "checkpoints" / "latest" / "model.safetensors").read_bytes()
     assert whole == other
     train_own(own, "folder=third", "init=run", "steps=1")
+    for change, message in (
+        ("init=adlm-prose", "has the built-in network 'transformer': leave model.network out"),
+        ("init=run model.network=null model.options=null", "set model.network=MODULE:OBJECT"),
+        ("init=run objective.name=null", "set objective.name to it"),
+    ):
+        error = train_own(own, "folder=fourth", "steps=1", *change.split(), fails=True)
+        assert message in " ".join(error.split())
 
 
 MISTAKES = {
@@ -242,19 +286,11 @@ MISTAKES = {
     "objective.name=causal": "objective.name=causal does not fit a masked network",
     "objective.name=flat": "unknown objective 'flat'",
 }
-TRY = """
-import adlm, json, sys
-
-for change in sys.argv[1:]:
-    try:
-        adlm.train("network.yaml", "data.path=data", "folder=run", "steps=1", change)
-    except ValueError as error:
-        print(json.dumps(str(error)))
-"""
 
 
 def test_mistakes_in_a_recipe_of_an_own_network(own: Path) -> None:
-    errors = run(own, "-c", TRY, *MISTAKES).splitlines()
+    given = ("network.yaml", "data.path=data", "folder=run", "steps=1")
+    errors = run(own, "-c", TRY, *given, "--", *MISTAKES).splitlines()
     for line, message in zip(errors, MISTAKES.values(), strict=True):
         assert message in json.loads(line)
 
@@ -265,6 +301,8 @@ def test_a_folder_of_an_own_network_says_what_it_needs(own: Path) -> None:
     assert "the network 'network:Mixer' is not built in" in error and "--network" in error
     error = run_command(own, "sample", "run", "--network", "network:Mixer", fails=True)
     assert "the objective 'objective:Flat' is not built in" in error and "--objective" in error
+    error = run_command(own, "sample", MODEL, *OWN[:2], fails=True)
+    assert "this model has the built-in network 'transformer': leave network= out" in error
     for words in (
         ("export", "run", "--out", "hub"),
         ("convert", "run", "--out", "model.ckpt", "--to", "lightning"),

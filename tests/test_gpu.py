@@ -16,10 +16,13 @@ from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.samplers import LeftToRight, build_sampler
 from adlm.diffusion.sampling import Row, RunningBatch, fill_rows
 from adlm.diffusion.selected import compute_loss_and_grad
+from adlm.likelihood import estimate_nll
 from adlm.models.evaluator import build_evaluator
 from adlm.models.language_model import LanguageModel
 from adlm.models.methods import build_config
+from adlm.models.network import build_network, compile_network
 from adlm.models.transformer import unpad
+from tests.models.networks import OneStage, SmallConfig, TwoStages, take_steps
 from tests.world import compute_probs
 
 pytestmark = [
@@ -251,6 +254,43 @@ def build_rows(count, sampler, length=64, numbers=None, **options):
         Row(hidden, sampler, number=number, sampling=SamplingParams(top_p=0.9), **options)
         for number in numbers or range(count)
     ]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", [OneStage, TwoStages])
+def test_a_network_of_ones_own_trains_scores_and_samples(kind, is_compiled):
+    """In half precision, compiled, with graphs and without, as the built-in one."""
+    torch._dynamo.reset()
+    config = SmallConfig(vocab_size=VOCAB, mask_id=MASK, length=64, dim=128)
+    model = build_network(kind, config, seed=0).cuda()
+    if is_compiled:
+        compile_network(model)
+    rule = rare_in_sequence(5) if kind is TwoStages else None
+    objective = MaskedDiffusion(ForwardProcess(MASK, anchor_rule=rule, multiple=64))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    metrics = take_steps(model, objective, random_rows(32), precision=torch.bfloat16)
+    assert all(torch.isfinite(each.values).all() for each in metrics) and len(metrics) == 2
+    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+
+    plain = build_network(kind, config, seed=1)
+    plain.load_state_dict(model.state_dict())
+    rows = random_rows(6)
+    on_gpu, on_cpu = (estimate_nll(each, rows, objective, draws=2) for each in (model, plain))
+    torch.testing.assert_close(on_gpu.row_nats, on_cpu.row_nats, rtol=1e-3, atol=1e-2)
+
+    xt = random_rows(5)
+    xt[:, ::2] = MASK
+    with torch.no_grad():
+        expected = plain.eval()(xt).final
+    for uses_graphs in (False, True):
+        evaluator = build_evaluator(
+            model, "cuda", torch.float32, is_compiled=is_compiled, uses_graphs=uses_graphs
+        )
+        features = evaluator.features(xt.cuda(), torch.zeros(5), None)
+        torch.testing.assert_close(features.cpu(), expected, atol=5e-3, rtol=5e-3)
+        assert bool(evaluator.graphs) == uses_graphs
+        filled = fill_rows(evaluator, build_rows(5, build_sampler("remask_loop", steps=8)))
+        assert not (torch.stack(filled) == MASK).any()
 
 
 ALL = ["remask_loop", "ancestral", "remask_conf", "first_hitting", "confidence", "entropy_bounded"]

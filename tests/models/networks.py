@@ -5,7 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adlm.config import ParallelSettings
+from adlm.data.batches import ShuffledBatches, TensorRows
+from adlm.diffusion.features import FeatureModel, find_device
+from adlm.diffusion.objectives import Objective
+from adlm.distributed import DistributedContext
 from adlm.models import Features, NetworkConfig
+from adlm.training.distributed import LossModule, parallelize
+from adlm.training.logging import StepMetrics
+from adlm.training.optim import build_optimizers
+from adlm.training.train import train_steps
 
 
 class SmallConfig(NetworkConfig):
@@ -113,3 +122,18 @@ class Odd(OneStage):
             self.scale.mul_(1.01)
         x = self.embed(tokens) * self.scale * self.norm.scale
         return Features(None, self.mix(x, valid))
+
+
+def take_steps(
+    model: FeatureModel, objective: Objective, rows: Tensor, **options: Any
+) -> list[StepMetrics]:
+    """Train a network for two steps of 8 rows, on its device."""
+    context = DistributedContext(find_device(model))
+    learner = LossModule(model, objective)
+    parallel = parallelize(learner, context, ParallelSettings())
+    batches = iter(ShuffledBatches(TensorRows(rows), 8))
+    optimizers = build_optimizers(learner)
+    training = train_steps(
+        parallel, objective, batches, optimizers, steps=2, context=context, **options
+    )
+    return list(training)

@@ -16,6 +16,7 @@ from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import MaskedDiffusion, NextToken, ScoreEntropy, training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.models.folder import LoadedModel, export_model, load_model
+from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.network import (
     NetworkClass,
     build_network,
@@ -25,7 +26,8 @@ from adlm.models.network import (
     list_layers,
     name_network,
 )
-from tests.models.networks import Odd, OneStage, Shifted, SmallConfig, TwoStages
+from adlm.text.lm import load_models
+from tests.models.networks import Odd, OneStage, Shifted, SmallConfig, TwoStages, take_steps
 from tests.text.models import tokenizer
 
 MASK, VOCAB = 257, 258
@@ -90,6 +92,24 @@ def test_a_network_with_two_stages_has_the_anelbo_and_guesses() -> None:
     assert last.guesses is not None and last.guesses.tokens.shape[-1] == 2
     with pytest.raises(ValueError, match="two-stage model"):
         training_loss(build(OneStage), noisy, anchor_weight=0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_network_takes_steps_in_half_precision_and_in_the_background(kind: str) -> None:
+    runs = []
+    for in_background in (False, True):
+        model = build(KINDS[kind])
+        rule = every_token() if kind == "two" else None
+        objective = MaskedDiffusion(ForwardProcess(MASK, anchor_rule=rule, multiple=4))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        options = {"precision": torch.bfloat16, "in_background": in_background}
+        metrics = take_steps(model, objective, ROWS, **options)
+        assert all(torch.isfinite(each.values).all() for each in metrics)
+        assert [each.anchor_weight for each in metrics] == [3e-3 if kind == "two" else 0.0] * 2
+        still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+        assert still == []
+        runs.append([each.values for each in metrics])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_a_causal_network_without_caches_is_read_from_left_to_right() -> None:
@@ -205,3 +225,48 @@ def test_a_folder_that_does_not_fit_its_network_is_refused(tmp_path: Path) -> No
         adlm.load(folder, network=TwoStages, device="cpu")
     with pytest.raises(ValueError, match="there is no module 'nowhere'"):
         adlm.load(folder, network="nowhere:Net", device="cpu")
+
+
+def save_built_in(folder: Path) -> Path:
+    """Save a tiny transformer."""
+    sizes = {"dim": 16, "heads": 2, "denoiser_layers": 1, "length": 32}
+    config = ModelConfig(vocab_size=VOCAB, mask_id=MASK, **sizes)
+    loaded = LoadedModel(LanguageModel(config).eval(), tokenizer("bytes"), "mdlm", 0)
+    return LM(loaded, "small", device="cpu").save(folder)
+
+
+class Own(MaskedDiffusion):
+    """An objective of one's own."""
+
+
+GIVEN: list[tuple[dict[str, Any], str]] = [
+    ({"network": "nowhere:Net"}, "network='nowhere:Net' .* built-in network 'transformer'"),
+    ({"network": OneStage}, "OneStage.* was given, and this model .*: leave network= out"),
+    ({"objective": "nowhere:Loss"}, "objective='nowhere:Loss' .* built-in objective 'masked'"),
+    ({"objective": Own}, "Own.* was given, and this model .*: leave objective= out"),
+    ({"objective": Own(ForwardProcess(MASK))}, "leave objective= out"),
+    ({"objective": "causal"}, "objective='causal' was given"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), GIVEN)
+def test_what_is_given_for_a_built_in_part_is_refused(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save_built_in(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        adlm.load(folder, device="cpu", **given)
+    same = {"network": "transformer", "objective": "masked"}
+    assert adlm.load(folder, device="cpu", **same).model.config.dim == 16
+
+
+def test_several_models_take_what_they_need(tmp_path: Path) -> None:
+    built_in = str(save_built_in(tmp_path / "small"))
+    own = str(wrap(build().eval()).save(tmp_path / "own"))
+    given = {"network": "tests.models.networks:OneStage", "device": "cpu"}
+    kinds = [type(lm.model) for lm in load_models([built_in, own, built_in], **given)]
+    assert kinds == [LanguageModel, OneStage, LanguageModel]
+    with pytest.raises(ValueError, match="leave network= out"):
+        list(load_models([built_in, built_in], **given))
+    with pytest.raises(ValueError, match="leave objective= out"):
+        list(load_models([built_in, own], objective="nowhere:Loss", **given))
