@@ -33,6 +33,11 @@ def copy_tree(name: str, folder: Path) -> None:
 
 
 def build_environment(tree: Path) -> dict[str, str]:
-    """Return the environment of a process (`python -P`) that imports the package from a tree."""
-    own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    """Return the environment of a process (`python -P`) that imports the package from a tree.
+
+    Folders of PYTHONPATH come after it: there a commit finds what only it requires.
+    """
+    own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    folders = [str(tree), os.environ.get("PYTHONPATH", "")]
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return os.environ | own

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.freeze import compare
-from bench.freeze.compare import Allowed, compare_probe
-from bench.freeze.probes import write_cases
+from bench.freeze.compare import ALLOWED, Allowed, Comparison, compare_probe, leave_out
+from bench.freeze.probes import PROBES, write_cases
+from bench.freeze.server import Reply, iter_stream
 from bench.trace import Function, count
 from bench.trees import build_environment, copy_tree
 from tests.training.runs import ROOT
@@ -19,13 +19,15 @@ from tests.training.runs import ROOT
 CASES = {"tokens": [1, [2, 3]], "texts": {"a": "b", "n": 1}, "weights": np.array([1.0, np.nan])}
 
 
-def compare_with(folder: Path, **changes: object) -> compare.Comparison:
+def compare_with(
+    folder: Path, *listed: Allowed, is_quick: bool = False, **changes: object
+) -> Comparison:
     """Compare the cases with changed ones; None leaves one out."""
     changed = {name: value for name, value in (CASES | changes).items() if value is not None}
     for name, cases in (("old", CASES), ("new", changed)):
         (folder / name).mkdir(exist_ok=True)
         write_cases(iter(cases.items()), folder / name)
-    return compare_probe("probe", folder / "old", folder / "new")
+    return compare_probe("probe", folder / "old", folder / "new", listed, is_quick=is_quick)
 
 
 def test_equal_cases_are_equal_and_any_bit_differs(tmp_path: Path) -> None:
@@ -46,21 +48,69 @@ def test_equal_cases_are_equal_and_any_bit_differs(tmp_path: Path) -> None:
     ]
     for name, value, size in changes:
         found = compare_with(tmp_path, **{name: value})
-        assert list(found.differing) == [name] and not found.is_fine and found.first
+        assert list(found.differing) == [name] and not found.is_fine
+        assert "1 differ without" in found.describe()
         assert found.differing[name].size == pytest.approx(size, rel=0.2, abs=0)
 
 
-def test_only_what_is_listed_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = (
-        Allowed("probe", "tok*", "a reason", limit=2),
-        Allowed("probe", "texts", "another", ignored=("more", "n.a")),
-        Allowed("other probe", "weights", "none here"),
+def test_only_what_is_listed_may_differ(tmp_path: Path) -> None:
+    number = Allowed("probe", "tok*", "a reason", limit=2)
+    keys = Allowed("probe", "texts", "another", ignored=("more", "n.a"))
+    elsewhere = Allowed("other probe", "weights", "none here")
+    listed = (number, keys, elsewhere)
+    more = {"a": "b", "n": 1, "more": 2}
+    changed = compare_with(tmp_path, *listed, tokens=[1, [2, 4]], texts=more)
+    assert changed.is_fine and not changed.unused
+    assert changed.group_by_reason() == {"a reason": ["tokens"], "another": ["texts"]}
+    assert not compare_with(tmp_path, number, tokens=[1, [2, 6]]).is_fine
+    assert not compare_with(tmp_path, keys, texts=more | {"a": "c"}).is_fine
+    assert not compare_with(tmp_path, elsewhere, weights=np.array([2.0, 1.0])).is_fine
+
+
+def test_what_is_listed_must_happen(tmp_path: Path) -> None:
+    number = Allowed("probe", "tokens", "a reason")
+    gone = Allowed("probe", "no such case", "another")
+    elsewhere = Allowed("other probe", "weights", "none here")
+    found = compare_with(tmp_path, number, gone, elsewhere)
+    assert not found.is_fine and found.unused == [number, gone] and not found.differing
+    quick = compare_with(tmp_path, number, gone, is_quick=True)
+    assert quick.unused == [number]
+
+
+def test_every_listed_probe_exists_with_a_reason() -> None:
+    assert {each.probe for each in ALLOWED} <= PROBES.keys()
+    assert all(len(each.reason.split()) > 4 for each in ALLOWED)
+
+
+def test_keys_are_left_out_of_dicts_in_lists() -> None:
+    value = [{"a": 1, "b": {"c": 2, "d": 3}}, "text"]
+    assert leave_out(value, ["a", "b.c", "e.f"]) == [{"b": {"d": 3}}, "text"]
+
+
+def event(index: int, text: str, end: str | None = None, **fields: object) -> dict[str, object]:
+    choice = {"index": index, "text": text, "logprobs": None, "finish_reason": end, **fields}
+    return {"id": 1, "choices": [choice], "usage": None}
+
+
+def read_stream(*events: object) -> dict[str, object]:
+    usage = {"id": 1, "choices": [], "usage": {"nfe": 3}}
+    return dict(iter_stream("a", Reply(200, "text/event-stream", [*events, usage, "[DONE]"])))
+
+
+def test_of_a_stream_only_the_order_and_ends_apart_are_compared_by_themselves() -> None:
+    apart = read_stream(event(1, "c"), event(0, "a"), event(0, "b"), event(0, "", "stop", fills=[]))
+    merged = read_stream(event(0, "a"), event(1, "c"), event(0, "b", "stop", fills=[]))
+    differing = {name for name in apart if apart[name] != merged[name]}
+    assert differing == {"a: order", "a: ends apart"}
+    assert merged["a: order"] == [0, 1, 0, None, None] and merged["a: ends apart"] == []
+    others = (
+        [event(0, "a"), event(1, "c"), event(0, "b", "length", fills=[])],
+        [event(0, "a"), event(1, "c"), event(0, "b", "stop")],
+        [event(0, "ab", "stop", fills=[]), event(1, "c")],
+        [event(0, "a"), event(0, ""), event(1, "c"), event(0, "b", "stop", fills=[])],
     )
-    monkeypatch.setattr(compare, "ALLOWED", listed)
-    assert compare_with(tmp_path, tokens=[1, [2, 4]], texts={"a": "b", "n": 1, "more": 2}).is_fine
-    assert not compare_with(tmp_path, tokens=[1, [2, 6]]).is_fine
-    assert not compare_with(tmp_path, texts={"a": "c", "n": 1, "more": 2}).is_fine
-    assert not compare_with(tmp_path, weights=np.array([2.0, 1.0])).is_fine
+    for events in others:
+        assert read_stream(*events)["a: events"] != merged["a: events"]
 
 
 @pytest.mark.slow

@@ -4,8 +4,18 @@
     python -m bench.freeze 3da4d78 . --only frames ppl   # the files here, uncommitted ones too
 
 Both trees run the same probes, as they are here, side by side and each in a process of its own.
-The exit code is 1 if a probe fails, or if something differs that `ALLOWED` does not list, in
-bench/freeze/compare.py.
+The exit code is 1 if a probe fails, if something differs that is not listed, or if something is
+listed that does not happen. `ALLOWED` in bench/freeze/compare.py lists what may differ from
+3da4d78; of two other commits everything must be equal.
+
+A commit may need what this one does not: 3da4d78 needs omegaconf. Install that into a folder of its
+own and give the folder in PYTHONPATH:
+
+    pip install --no-deps --target FOLDER omegaconf
+    PYTHONPATH=FOLDER python -m bench.freeze 3da4d78 HEAD
+
+On two cores the two trees run at the same time, so nothing is gained by several runs beside each
+other; one after the other, the parts of --only give the same as one whole run.
 """
 
 from __future__ import annotations
@@ -22,15 +32,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from bench.freeze.compare import Comparison, compare_probe
+from bench.freeze.compare import ALLOWED, BASE, Comparison, compare_probe
 from bench.freeze.probes import PROBES
 from bench.trees import build_environment, copy_tree
 
-MAX_SECONDS = 600  # of a probe
+MAX_SECONDS = 1800  # of a probe
 MAX_LOG_LINES = 25  # of a failed probe that are printed
 LIBRARIES = {"transformers": "transformers", "diffusers": "diffusers", "server": "uvicorn"}
 
@@ -88,6 +94,7 @@ def compare_trees(
     old: str, new: str, names: Sequence[str], folder: Path, *, is_quick: bool
 ) -> list[Comparison]:
     """Run probes in both trees and compare each as soon as both have run it."""
+    listed = ALLOWED if old.startswith(BASE) else ()
     trees = {"old": folder / "trees" / "old", "new": folder / "trees" / "new"}
     copy_tree(old, trees["old"])
     copy_tree(new, trees["new"])
@@ -110,35 +117,30 @@ def compare_trees(
                 f"{side}: {each.problem}" for side, each in outcomes.items() if each.problem
             ]
             if problems:
-                comparison = Comparison(name, 0, {}, {}, "\n".join(problems))
+                comparison = Comparison(name, 0, problem="\n".join(problems))
             else:
-                comparison = compare_probe(name, folder / "old" / name, folder / "new" / name)
+                results = [folder / side / name for side in sides]
+                comparison = compare_probe(name, *results, listed, is_quick=is_quick)
             comparison.seconds = max(each.seconds for each in outcomes.values())
             comparisons.append(comparison)
-            verdict = "fine" if comparison.is_fine else "DIFFERS"
-            print(f"{name}: {comparison.cases} cases, {verdict}", file=sys.stderr, flush=True)
+            print(f"{name}: {comparison.describe()}", file=sys.stderr, flush=True)
     return comparisons
 
 
-def print_comparisons(comparisons: Sequence[Comparison], title: str, shown: int) -> None:
-    """Print one table, then what has failed, and of each probe the first cases that differ."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("probe")
-    for column in ("cases", "equal", "differing", "allowed", "largest difference", "seconds"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("first case that differs", overflow="fold")
+def print_comparisons(comparisons: Sequence[Comparison], shown: int) -> None:
+    """Print what is equal, what differs by how much and why, and what is wrong, as Markdown."""
     for each in comparisons:
-        equal = each.cases - len(each.differing)
-        counts = [each.cases, equal, len(each.differing), len(each.allowed)]
-        cells = [*map(str, counts), each.largest, f"{each.seconds:.0f}", escape(each.first)]
-        table.add_row(each.probe, *cells)
-    width = None if sys.stdout.isatty() else 200
-    Console(width=width).print(table)
+        print(f"- {each.probe}: {each.describe()} ({each.seconds:.0f} s)")
+        for reason, cases in each.group_by_reason().items():
+            size = each.measure(cases)
+            print(f"    - {len(cases):,} ({size}), such as `{cases[0]}`: {reason}")
     for each in comparisons:
         if each.problem:
             print(f"\n{each.probe} failed: {each.problem}")
         for case, difference in list(each.wrong.items())[:shown]:
-            print(f"{each.probe}: {case}: {difference}")
+            print(f"{each.probe} is wrong: {case}: {difference}")
+        for entry in each.unused:
+            print(f"{each.probe} is wrong: nothing differs in {entry.case!r}, but it is listed")
 
 
 def main() -> int:
@@ -150,7 +152,7 @@ def main() -> int:
     parser.add_argument("new", help="another one; . is the files here")
     parser.add_argument("--only", nargs="+", choices=PROBES, default=list(PROBES), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="fewer cases of the largest probes")
-    parser.add_argument("--show", type=int, default=0, help="differing cases of a probe to print")
+    parser.add_argument("--show", type=int, default=5, help="wrong cases of a probe to print")
     parser.add_argument("--keep", type=Path, help="empty folder for all results [default: none]")
     args = parser.parse_args()
     missing = [name for name in args.only if name in LIBRARIES and not find_spec(LIBRARIES[name])]
@@ -162,10 +164,14 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         given = (args.old, args.new, args.only, folder)
         comparisons = compare_trees(*given, is_quick=args.quick)
-    print_comparisons(comparisons, f"{args.old} and {args.new}", args.show)
     wrong = [each.probe for each in comparisons if not each.is_fine]
     verdict = f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong"
-    print(f"{time.perf_counter() - began:.0f} s, {verdict}")
+    cases = sum(each.cases for each in comparisons)
+    differing = sum(len(each.differing) for each in comparisons)
+    seconds = time.perf_counter() - began
+    print(f"{args.old} and {args.new}{', quick' * args.quick}: {cases - differing:,} of {cases:,}")
+    print(f"cases are equal, {verdict} ({seconds:.0f} s).\n")
+    print_comparisons(comparisons, args.show)
     return 1 if wrong else 0
 
 

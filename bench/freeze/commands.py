@@ -41,6 +41,7 @@ COMMANDS: dict[str, list[object]] = {
     "blocks": ["sample", "models/timed", "--block", 5, "--steps", 6],
     "draws": ["sample", "models/adlm", "--steps", 6, "--top-p", 0.9, "--temperature", 0.8],
     "causal": ["sample", "models/ar", "--prompt", PROMPTS[1], "--top-k", 4],
+    "greedy causal": ["sample", "models/ar", "--prompt", PROMPTS[1], "--temperature", 0],
     "an old run": ["sample", "runs/adlm", "--steps", 4],
     "infill": ["infill", OPEN_TEMPLATES[0], "--model", "models/adlm"],
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -25,9 +25,13 @@ class Allowed:
     limit: float = math.inf  # the largest difference that is allowed; inf: texts may differ too
     ignored: tuple[str, ...] = ()  # keys, such as settings.seed; if given, the rest must be equal
 
+    def names(self, probe: str, case: str) -> bool:
+        """Return whether this is about a case."""
+        return self.probe == probe and fnmatchcase(case, self.case)
+
     def covers(self, probe: str, case: str, old: Any, new: Any) -> bool:
         """Return whether a case may differ as it does."""
-        if self.probe != probe or not fnmatchcase(case, self.case):
+        if not self.names(probe, case):
             return False
         if self.ignored:
             return compare_case(*(leave_out(value, self.ignored) for value in (old, new))) is None
@@ -36,34 +40,58 @@ class Allowed:
 
 
 def leave_out(value: Any, keys: Iterable[str]) -> Any:
-    """Return JSON without some keys of its dicts."""
+    """Return JSON without some keys of its dicts, which may be in lists."""
     for key in keys:
-        name, _, rest = key.partition(".")
-        if isinstance(value, dict) and name in value:
-            kept = {each: value[each] for each in value if each != name}
-            if rest:
-                kept[name] = leave_out(value[name], [rest])
-            value = kept
+        value = leave_out_key(value, key)
     return value
 
 
+def leave_out_key(value: Any, key: str) -> Any:
+    """Return JSON without one key, such as seed or settings.seed."""
+    if isinstance(value, list):
+        return [leave_out_key(each, key) for each in value]
+    name, _, rest = key.partition(".")
+    if not isinstance(value, dict) or name not in value:
+        return value
+    kept = {each: value[each] for each in value if each != name}
+    if rest:
+        kept[name] = leave_out_key(value[name], rest)
+    return kept
+
+
+BASE = "3da4d78"  # the commit that ALLOWED compares with
 DRAWS = "from left to right, tokens are drawn with the random numbers that all samplers take"
-EVENTS = "steps in which nothing changes are passed over, so a row's last text comes with its end"
+ENDS = "a row's end comes with its last text, not in an event of its own some idle steps later"
 GEOMETRIC = "where a schedule leaves out a part of the bound, it is evaluated log-linearly"
 MISSING_SHARE = "an estimate says how much of the bound its schedule leaves out"
+NETWORK = "a model's settings name its network; null is the built-in one"
+ORDER = "each row passes over its own idle steps, so rows come in another order"
 PADDING = "null is the model's own rule"
 REASONING = "the settings of runs that reason are those of an app, and only in its recipes"
+RANDOM_DRAWS = ("plain", "nucleus", "top_k")
+LENGTHS = ("completion_tokens", "total_tokens", "nfe")  # of a text that may end earlier
 ALLOWED = (
-    *(Allowed("causal", f"*, {draw}, *: texts", DRAWS) for draw in ("plain", "nucleus", "top_k")),
-    *(Allowed("causal", f"*, {draw}, *: frames", DRAWS) for draw in ("plain", "nucleus", "top_k")),
+    *(Allowed("causal", f"*, {draw}, *: texts", DRAWS) for draw in RANDOM_DRAWS),
+    *(Allowed("causal", f"*, {draw}, *: frames", DRAWS) for draw in RANDOM_DRAWS),
     Allowed("causal", "*, defaults: texts", DRAWS),
     Allowed("commands", "causal: texts", DRAWS),
-    Allowed("server", "causal*", DRAWS),
-    Allowed("transformers", "ar, *: tokens", DRAWS),
-    Allowed("server", "*, stream: events", EVENTS),
+    Allowed("transformers", "ar, left to right: tokens", DRAWS),
+    Allowed("transformers", "ar, seed of torch: tokens", DRAWS),
+    Allowed("server", "causal*: texts", DRAWS),
+    Allowed("server", "causal several: log-probabilities", DRAWS),
+    Allowed("server", "causal*: choices", DRAWS, ignored=("finish_reason",)),
+    Allowed("server", "causal*: usage", DRAWS, ignored=LENGTHS),
+    Allowed("server", "causal*, stream: events", DRAWS),
+    Allowed("server", "causal*, stream: order", DRAWS),
+    Allowed("server", "causal*, stream: usage", DRAWS, ignored=LENGTHS),
+    Allowed("server", "causal, drafts: events", DRAWS),
+    Allowed("server", "*, stream: ends apart", ENDS),
+    Allowed("server", "several prompts, stream: order", ORDER),
+    Allowed("server", "tokens, stream: order", ORDER),
     Allowed("training", "adlm geometric, *: metrics of validation", GEOMETRIC),
     Allowed("ppl", "*: settings", MISSING_SHARE, ignored=("missing",)),
     Allowed("ppl", "*: beyond the entries", PADDING, ignored=("settings.attend_padding",)),
+    Allowed("reasoning", "*: settings", NETWORK, ignored=("model.network", "model.options")),
     Allowed("recipes", "*", REASONING, ignored=("reasoning",)),
 )
 
@@ -87,8 +115,9 @@ class Comparison:
 
     probe: str
     cases: int
-    differing: dict[str, Difference]  # by case
-    allowed: dict[str, str]  # reasons by case, of those that differ
+    differing: dict[str, Difference] = field(default_factory=dict)  # by case
+    allowed: dict[str, str] = field(default_factory=dict)  # reasons by case, of those that differ
+    unused: list[Allowed] = field(default_factory=list)  # that allow what does not happen
     problem: str = ""
     seconds: float = 0.0
 
@@ -99,26 +128,37 @@ class Comparison:
 
     @property
     def is_fine(self) -> bool:
-        return not self.problem and not self.wrong
+        return not self.problem and not self.wrong and not self.unused
 
-    @property
-    def largest(self) -> str:
-        """The largest difference, for the table."""
-        sizes = [each.size for each in self.differing.values()]
-        numbers = [size for size in sizes if math.isfinite(size)]
-        shown = f"{max(numbers, default=0.0):.3g}"
-        return shown if len(numbers) == len(sizes) else f"{shown}, and texts"
-
-    @property
-    def first(self) -> str:
-        """The first case that is not allowed to differ, else the first that is."""
+    def describe(self) -> str:
+        """Return what is equal and what is not, in a few words."""
         if self.problem:
-            return self.problem.splitlines()[0]
-        for case, difference in self.wrong.items():
-            return f"{case}: {difference}"
+            return "failed"
+        if not self.differing:
+            return f"all {self.cases:,} cases are equal"
+        equal = self.cases - len(self.differing)
+        parts = [f"{equal:,} of {self.cases:,} cases are equal"]
+        if self.allowed:
+            parts.append(f"{len(self.allowed):,} differ for a reason")
+        if self.wrong:
+            parts.append(f"{len(self.wrong):,} differ without one")
+        return ", ".join(parts)
+
+    def group_by_reason(self) -> dict[str, list[str]]:
+        """Return the cases that may differ by the reason."""
+        groups: dict[str, list[str]] = {}
         for case, reason in self.allowed.items():
-            return f"{case} ({reason})"
-        return ""
+            groups.setdefault(reason, []).append(case)
+        return groups
+
+    def measure(self, cases: Iterable[str]) -> str:
+        """Return the largest difference of some cases."""
+        sizes = [self.differing[case].size for case in cases]
+        numbers = [size for size in sizes if math.isfinite(size)]
+        if not numbers:
+            return "what differs is no number"
+        largest = f"at most {max(numbers):.3g}"
+        return largest if len(numbers) == len(sizes) else f"{largest}, or no number"
 
 
 def shorten(value: Any) -> str:
@@ -193,20 +233,32 @@ def read_cases(folder: Path) -> dict[str, Any]:
     return values
 
 
-def compare_probe(name: str, old: Path, new: Path) -> Comparison:
-    """Compare what two trees have made of a probe; a case that one of them lacks differs."""
+def compare_probe(
+    name: str, old: Path, new: Path, listed: Sequence[Allowed] = (), *, is_quick: bool = False
+) -> Comparison:
+    """Compare what two trees have made of a probe; a case that one of them lacks differs.
+
+    What is listed must happen, or a fault that looks like it would be missed some day. Only a quick
+    run may lack the cases.
+    """
     before = read_cases(old)
     after = read_cases(new)
-    differing: dict[str, Difference] = {}
-    allowed: dict[str, str] = {}
-    for case in before | after:
+    cases = before | after
+    comparison = Comparison(name, len(cases))
+    used = set()
+    for case in cases:
         old_value = before.get(case, MISSING)
         new_value = after.get(case, MISSING)
         difference = compare_case(old_value, new_value)
         if difference is None:
             continue
-        differing[case] = difference
-        for each in ALLOWED:
+        comparison.differing[case] = difference
+        for each in listed:
             if each.covers(name, case, old_value, new_value):
-                allowed.setdefault(case, each.reason)
-    return Comparison(name, len(before | after), differing, allowed)
+                comparison.allowed.setdefault(case, each.reason)
+                used.add(each)
+    for each in listed:
+        is_there = not is_quick or any(each.names(name, case) for case in cases)
+        if each.probe == name and is_there and each not in used:
+            comparison.unused.append(each)
+    return comparison

@@ -14,6 +14,8 @@ from bench.freeze.cases import ORDERS, PLANS, PROMPTS, Case, iter_samplers
 from bench.freeze.fixtures import takes_options
 from bench.versions import name_options
 
+GREEDY = {"temperature": 0.0}
+
 
 def export_model(name: str, out: Path) -> Path:
     """Export a model with this tree's command."""
@@ -48,7 +50,7 @@ def probe_transformers(out: Path, *, is_quick: bool) -> Iterator[Case]:
         with torch.no_grad():
             yield f"{name}: logits", model(**inputs).logits.numpy()
         rename = name_old_options if name.startswith("old") else name_options
-        ways: list[tuple[str, dict[str, Any]]] = [("left to right", {})]
+        ways: list[tuple[str, dict[str, Any]]] = [("left to right", {}), ("greedy", GREEDY)]
         if not is_causal:
             ways = list(iter_samplers())
         shared = {"max_new_tokens": 9, "seed": 3, "num_return_sequences": 2}

@@ -110,6 +110,8 @@ def list_calls() -> dict[str, Call]:
         "documents": {**prompt, **loop, "model": "models/documents"},
         "causal": causal,
         "causal several": {**causal, "prompt": PROMPTS, "n": 2, "logprobs": 2},
+        "greedy causal": {**causal, "temperature": 0},
+        "greedy causal several": {**causal, "temperature": 0, "prompt": PROMPTS, "n": 2},
         "infill": {"template": TEMPLATES[0], "seed": 3},
         "infill loop": {"template": TEMPLATES[0], "seed": 3, **loop, "logprobs": 1},
         "infill open": {"template": OPEN_TEMPLATES[1], "seed": 1},
@@ -122,26 +124,44 @@ def list_calls() -> dict[str, Call]:
 
 
 def iter_stream(title: str, reply: Reply) -> Iterator[Case]:
-    """Yield the events of a stream, and what they say of each choice, however they are grouped."""
-    yield f"{title}: events", [reply.status, reply.kind, reply.content]
-    chunks: dict[str, list[str]] = {}
-    ends: dict[str, str | None] = {}
-    logprobs: dict[str, list[Any]] = {}
+    """Yield all of a stream: the events of each choice, in which order they come, and the rest.
+
+    An end that comes after its row's last text, in an event of its own, is merged with that text.
+    """
+    events: dict[int, list[Any]] = {}
+    order: list[int | None] = []  # the choice of each event; None: of no choice
+    apart = []
+    others = []
     for event in reply.content:
-        if event == "[DONE]":
+        choices = event["choices"] if isinstance(event, dict) else []
+        if not choices:
+            order.append(None)
+            others.append(event)
             continue
-        for choice in event["choices"]:
-            name = str(choice["index"])
-            if choice["text"]:
-                chunks.setdefault(name, []).append(choice["text"])
-            ends[name] = choice["finish_reason"]
-            drawn = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
-            pairs = zip(drawn["tokens"], drawn["token_logprobs"], strict=True)
-            logprobs.setdefault(name, []).extend(map(list, pairs))
-    yield f"{title}: chunks", chunks
-    yield f"{title}: ends", ends
-    yield f"{title}: log-probabilities", logprobs
-    yield f"{title}: usage", [each.get("usage") for each in reply.content if each != "[DONE]"][-1]
+        (choice,) = choices
+        index = choice["index"]
+        before = events.setdefault(index, [])
+        if before and is_end_alone(choice):
+            apart.append(index)
+            (last,) = before[-1]["choices"]
+            kept = {name: last[name] for name in ("text", "logprobs")}
+            before[-1] = event | {"choices": [choice | kept]}
+        else:
+            order.append(index)
+            before.append(event)
+    yield f"{title}: events", sorted(events.items())
+    yield f"{title}: order", order
+    yield f"{title}: ends apart", sorted(apart)
+    usage = [each.pop("usage", None) for each in others if isinstance(each, dict)]
+    yield f"{title}: usage", usage
+    yield f"{title}: the rest", [reply.status, reply.kind, others]
+
+
+def is_end_alone(choice: dict[str, Any]) -> bool:
+    """Return whether an event says that a choice has ended, and has no text of it."""
+    logprobs = choice["logprobs"]
+    has_tokens = logprobs is not None and bool(logprobs["tokens"])
+    return choice["finish_reason"] is not None and not choice["text"] and not has_tokens
 
 
 def iter_answer(title: str, reply: Reply) -> Iterator[Case]:
@@ -164,7 +184,7 @@ def probe_server(out: Path, *, is_quick: bool) -> Iterator[Case]:
             usage = {"stream": True, "stream_options": {"include_usage": True}}
             reply = send(address, call.path, {**call.body, **usage})
             yield from iter_stream(f"{name}, stream", reply)
-        for name in ("loop", "blocks", "causal", "infill"):
+        for name in ("loop", "blocks", "causal", "greedy causal", "infill"):
             drafts = {"stream": True, "stream_mode": "denoise", "guesses": 2}
             reply = send(address, calls[name].path, {**calls[name].body, **drafts})
             yield f"{name}, drafts: events", [reply.status, reply.kind, reply.content]

@@ -136,8 +136,10 @@ def probe_reasoning(out: Path, *, is_quick: bool) -> Iterator[Case]:
         run_command("reason", "train", task, arm, *REASONING, "--out", folder, "--json")
         yield from iter_run(title, folder)
         words = ["--device", "cpu", "--json"]
-        evaluated = run_command("reason", "eval", folder, "--tests", 4, *words)
-        yield f"{title}: evaluated", name_folder(drop_volatile(evaluated), out)
+        answer = run_command("reason", "eval", folder, "--tests", 4, *words)
+        evaluated = name_folder(drop_volatile(answer), out)
+        yield f"{title}: settings", [run.pop("settings") for run in evaluated["runs"]]
+        yield f"{title}: evaluated", evaluated
         if task == "arithmetic":
             asked = run_command("reason", "ask", folder, question, *words)
             yield f"{title}: asked", drop_volatile(asked)
