@@ -5,14 +5,16 @@
     python -m bench.trace --of 3da4d78             # of a commit, or of another folder
 
 A function is counted once, however often it is called; comprehensions and the bodies of modules
-are not counted. A file is counted if anything in it runs. Everything is traced when it is warm: a
-step in the middle of a run, a request after another one, a command when it runs a second time in
-one process, so that nothing is imported.
+and classes are not counted. A file is counted if a function or a comprehension of it runs.
+Everything is traced when it is warm: a step in the middle of a run, a request after another one, a
+command when it runs a second time in one process, so that nothing is imported. Only `cold-sample`
+is the first command of its process, with all that runs while modules are imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import signal
@@ -33,7 +35,7 @@ from typing import Any
 from bench.trees import build_environment, copy_tree
 from bench.versions import STEP_ENDS
 
-UNCOUNTED = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<module>")
+UNCOUNTED = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 TRACED_STEP = 6  # of a training run: nothing is logged, validated or saved there
 REQUEST_SECONDS = 300  # that the server may take
 PROMPT = "It was"
@@ -73,7 +75,8 @@ class Tracer:
 
     def profile(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call" and self.is_on:
-            self.entered.add(frame.f_code)
+            if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or a class
+                self.entered.add(frame.f_code)
         elif event == "return" and self.on_return is not None:
             self.on_return(frame.f_code.co_name)
 
@@ -201,13 +204,25 @@ def trace_command(*words: str) -> Callable[[Tracer], None]:
     return trace
 
 
+def trace_first_command(*words: str) -> Callable[[Tracer], None]:
+    """Return a function that traces a command as the first in its process."""
+
+    def trace(tracer: Tracer) -> None:
+        with tracer.trace():
+            run_command(*words)
+
+    return trace
+
+
+SAMPLE = ["sample", MODEL, "--prompt", PROMPT, "--device", "cpu"]
 TRAIN = ["train", "tiny.yaml", "method=adlm", "model.anchor_layers=1", "data.path=wrapped"]
 PREPARE = ["prepare", "text.txt", "--out", "NEW", "--train-tokenizer", "400"]
 WAYS: dict[str, Callable[[Tracer], None]] = {
     "generate": trace_generate,
     "step": trace_step,
     "request": trace_request,
-    "sample": trace_command("sample", MODEL, "--prompt", PROMPT, "--device", "cpu"),
+    "sample": trace_command(*SAMPLE),
+    "cold-sample": trace_first_command(*SAMPLE),
     "ppl": trace_command("eval", "ppl", MODEL, "--data", "other.txt", "--device", "cpu"),
     "prepare": trace_command(*PREPARE, "--length", "48"),
     "train": trace_command(*TRAIN, "folder=NEW"),

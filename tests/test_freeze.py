@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.freeze.compare import ALLOWED, Allowed, Comparison, compare_probe, leave_out
+from bench.freeze.compare import ALLOWED, GONE, Allowed, Change, Comparison, compare_probe
 from bench.freeze.probes import PROBES, write_cases
 from bench.freeze.server import Reply, iter_stream
 from bench.trace import Function, count
@@ -54,16 +54,15 @@ def test_equal_cases_are_equal_and_any_bit_differs(tmp_path: Path) -> None:
 
 
 def test_only_what_is_listed_may_differ(tmp_path: Path) -> None:
-    number = Allowed("probe", "tok*", "a reason", limit=2)
-    keys = Allowed("probe", "texts", "another", ignored=("more", "n.a"))
+    whole = Allowed("probe", "tok*", "a reason")
+    keys = Allowed("probe", "texts", "another", (Change("more", GONE, 2), Change("n")))
     elsewhere = Allowed("other probe", "weights", "none here")
-    listed = (number, keys, elsewhere)
-    more = {"a": "b", "n": 1, "more": 2}
-    changed = compare_with(tmp_path, *listed, tokens=[1, [2, 4]], texts=more)
+    more = {"a": "b", "n": 5, "more": 2}
+    changed = compare_with(tmp_path, whole, keys, elsewhere, tokens=[4], texts=more)
     assert changed.is_fine and not changed.unused
     assert changed.group_by_reason() == {"a reason": ["tokens"], "another": ["texts"]}
-    assert not compare_with(tmp_path, number, tokens=[1, [2, 6]]).is_fine
-    assert not compare_with(tmp_path, keys, texts=more | {"a": "c"}).is_fine
+    for other in ({"a": "c"}, {"more": 3}, {"less": 1}):
+        assert not compare_with(tmp_path, keys, texts=more | other).is_fine
     assert not compare_with(tmp_path, elsewhere, weights=np.array([2.0, 1.0])).is_fine
 
 
@@ -82,9 +81,19 @@ def test_every_listed_probe_exists_with_a_reason() -> None:
     assert all(len(each.reason.split()) > 4 for each in ALLOWED)
 
 
-def test_keys_are_left_out_of_dicts_in_lists() -> None:
-    value = [{"a": 1, "b": {"c": 2, "d": 3}}, "text"]
-    assert leave_out(value, ["a", "b.c", "e.f"]) == [{"b": {"d": 3}}, "text"]
+def test_a_change_of_a_key_is_left_out_where_it_is_as_said() -> None:
+    change = Change("a.b", False, None)
+    old = [{"a": {"b": False, "c": 1}}, {"a": {"b": True}}, {"b": False}, 1]
+    new = [{"a": {"b": None, "c": 2}}, {"a": {"b": None}}, {"b": None}, 1]
+    assert change.leave_out(old, new) == (
+        [{"a": {"c": 1}}, {"a": {"b": True}}, {"b": False}, 1],
+        [{"a": {"c": 2}}, {"a": {"b": None}}, {"b": None}, 1],
+    )
+    assert change.leave_out(old, new[1:]) == (old, new[1:])
+    gone = Change("a", 1, GONE)
+    assert gone.leave_out({"a": 1}, {}) == ({}, {})
+    assert gone.leave_out({"a": 2}, {}) == ({"a": 2}, {})
+    assert gone.leave_out({"a": True}, {}) == ({"a": True}, {})
 
 
 def event(index: int, text: str, end: str | None = None, **fields: object) -> dict[str, object]:
@@ -128,18 +137,19 @@ def test_a_planted_change_of_a_recipe_is_noticed(tmp_path: Path) -> None:
         assert ("cpu-nano.yaml: batch: 16 became 17" in done.stdout) == bool(code)
 
 
-def test_comprehensions_and_modules_are_no_functions() -> None:
-    names = ["run", "run.<locals>.<lambda>", "run.<locals>.<listcomp>", "<module>"]
+def test_comprehensions_are_no_functions() -> None:
+    names = ["run", "run.<locals>.<lambda>", "run.<locals>.<listcomp>"]
     functions = [Function("a.py", line, name) for line, name in enumerate(names)]
-    assert count([*functions, Function("b.py", 1, "<module>")]) == (2, 2)
+    assert count([*functions, Function("b.py", 1, "run.<locals>.<genexpr>")]) == (2, 2)
 
 
 @pytest.mark.slow
 def test_a_trace_names_the_functions_of_a_call() -> None:
-    command = [sys.executable, "-m", "bench.trace", "generate", "--list"]
+    command = [sys.executable, "-m", "bench.trace", "generate", "cold-sample", "--list"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "LanguageModel.forward" in done.stdout and "Layer.forward" in done.stdout
+    assert "<module>" not in done.stdout
 
 
 @pytest.mark.slow

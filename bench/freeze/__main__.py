@@ -119,7 +119,7 @@ def compare_trees(
             if problems:
                 comparison = Comparison(name, 0, problem="\n".join(problems))
             else:
-                results = [folder / side / name for side in sides]
+                results = (folder / "old" / name, folder / "new" / name)
                 comparison = compare_probe(name, *results, listed, is_quick=is_quick)
             comparison.seconds = max(each.seconds for each in outcomes.values())
             comparisons.append(comparison)

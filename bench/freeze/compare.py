@@ -15,6 +15,46 @@ import numpy as np
 MISSING = "(no such case)"
 
 
+GONE = "(no such key)"
+ANY = "(any value)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the value of a key may become; all that differs besides must be allowed by itself."""
+
+    key: str  # such as seed or settings.seed
+    old: Any = ANY
+    new: Any = ANY
+
+    def leave_out(self, old: Any, new: Any) -> tuple[Any, Any]:
+        """Return two values of JSON without the key where it changes like this, in lists too."""
+        return self._leave_out(old, new, self.key.split("."))
+
+    def _leave_out(self, old: Any, new: Any, names: list[str]) -> tuple[Any, Any]:
+        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            pairs = [self._leave_out(*pair, names) for pair in zip(old, new, strict=True)]
+            return [before for before, _ in pairs], [after for _, after in pairs]
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            return old, new
+        name, *rest = names
+        before = old.get(name, GONE)
+        after = new.get(name, GONE)
+        old_kept = {key: value for key, value in old.items() if key != name}
+        new_kept = {key: value for key, value in new.items() if key != name}
+        if rest and name in old and name in new:
+            old_kept[name], new_kept[name] = self._leave_out(before, after, rest)
+            return old_kept, new_kept
+        if rest or not self.fits(before, after):
+            return old, new
+        return old_kept, new_kept
+
+    def fits(self, before: Any, after: Any) -> bool:
+        """Return whether two values of the key are as said."""
+        pairs = ((self.old, before), (self.new, after))
+        return all(said == ANY or find_difference(said, value) is None for said, value in pairs)
+
+
 @dataclass(frozen=True)
 class Allowed:
     """Cases that may differ."""
@@ -22,8 +62,7 @@ class Allowed:
     probe: str
     case: str  # a pattern, such as "adlm, *"
     reason: str
-    limit: float = math.inf  # the largest difference that is allowed; inf: texts may differ too
-    ignored: tuple[str, ...] = ()  # keys, such as settings.seed; if given, the rest must be equal
+    changes: tuple[Change, ...] = ()  # the only ones; none: the whole value may differ
 
     def names(self, probe: str, case: str) -> bool:
         """Return whether this is about a case."""
@@ -33,30 +72,11 @@ class Allowed:
         """Return whether a case may differ as it does."""
         if not self.names(probe, case):
             return False
-        if self.ignored:
-            return compare_case(*(leave_out(value, self.ignored) for value in (old, new))) is None
-        difference = compare_case(old, new)
-        return difference is None or difference.size <= self.limit
-
-
-def leave_out(value: Any, keys: Iterable[str]) -> Any:
-    """Return JSON without some keys of its dicts, which may be in lists."""
-    for key in keys:
-        value = leave_out_key(value, key)
-    return value
-
-
-def leave_out_key(value: Any, key: str) -> Any:
-    """Return JSON without one key, such as seed or settings.seed."""
-    if isinstance(value, list):
-        return [leave_out_key(each, key) for each in value]
-    name, _, rest = key.partition(".")
-    if not isinstance(value, dict) or name not in value:
-        return value
-    kept = {each: value[each] for each in value if each != name}
-    if rest:
-        kept[name] = leave_out_key(value[name], rest)
-    return kept
+        if not self.changes:
+            return True
+        for change in self.changes:
+            old, new = change.leave_out(old, new)
+        return compare_case(old, new) is None
 
 
 BASE = "3da4d78"  # the commit that ALLOWED compares with
@@ -64,12 +84,34 @@ DRAWS = "from left to right, tokens are drawn with the random numbers that all s
 ENDS = "a row's end comes with its last text, not in an event of its own some idle steps later"
 GEOMETRIC = "where a schedule leaves out a part of the bound, it is evaluated log-linearly"
 MISSING_SHARE = "an estimate says how much of the bound its schedule leaves out"
-NETWORK = "a model's settings name its network; null is the built-in one"
+NETWORK = "a model's settings may name a network with its options; null is the built-in one"
 ORDER = "each row passes over its own idle steps, so rows come in another order"
-PADDING = "null is the model's own rule"
-REASONING = "the settings of runs that reason are those of an app, and only in its recipes"
+PADDING = "whether padding is attended to is the model's own rule, null, and not always false"
+SETTINGS = "settings may name a network and an objective, and only an app's recipes have its own"
+PADDING_RULE = Change("settings.attend_padding", False, None)
+NO_REASONING = {  # the settings of a run that does not reason
+    "task": None,
+    "arm": "cot",
+    "path": None,
+    "tokenizer": None,
+    "hops": 4,
+    "stages": None,
+    "stage_steps": 500,
+    "slots_per_stage": 1,
+    "revisit": 0.1,
+    "label_weight": 1.0,
+    "tests": 4000,
+    "samplers": ["confidence"],
+}
+NAMED_NETWORK = (Change("model.network", GONE, None), Change("model.options", GONE, None))
+NAMED = (
+    *NAMED_NETWORK,
+    Change("objective.name", GONE, None),
+    Change("reasoning", NO_REASONING, GONE),
+)
+LENGTHS = (Change("completion_tokens"), Change("total_tokens"), Change("nfe"))
+BOUND = (Change("val/nll"), Change("val/ppl"), Change("val/stderr"))
 RANDOM_DRAWS = ("plain", "nucleus", "top_k")
-LENGTHS = ("completion_tokens", "total_tokens", "nfe")  # of a text that may end earlier
 ALLOWED = (
     *(Allowed("causal", f"*, {draw}, *: texts", DRAWS) for draw in RANDOM_DRAWS),
     *(Allowed("causal", f"*, {draw}, *: frames", DRAWS) for draw in RANDOM_DRAWS),
@@ -79,20 +121,19 @@ ALLOWED = (
     Allowed("transformers", "ar, seed of torch: tokens", DRAWS),
     Allowed("server", "causal*: texts", DRAWS),
     Allowed("server", "causal several: log-probabilities", DRAWS),
-    Allowed("server", "causal*: choices", DRAWS, ignored=("finish_reason",)),
-    Allowed("server", "causal*: usage", DRAWS, ignored=LENGTHS),
+    Allowed("server", "causal*: choices", DRAWS, (Change("finish_reason"),)),
+    Allowed("server", "causal*: usage", DRAWS, LENGTHS),
     Allowed("server", "causal*, stream: events", DRAWS),
     Allowed("server", "causal*, stream: order", DRAWS),
-    Allowed("server", "causal*, stream: usage", DRAWS, ignored=LENGTHS),
     Allowed("server", "causal, drafts: events", DRAWS),
     Allowed("server", "*, stream: ends apart", ENDS),
     Allowed("server", "several prompts, stream: order", ORDER),
     Allowed("server", "tokens, stream: order", ORDER),
-    Allowed("training", "adlm geometric, *: metrics of validation", GEOMETRIC),
-    Allowed("ppl", "*: settings", MISSING_SHARE, ignored=("missing",)),
-    Allowed("ppl", "*: beyond the entries", PADDING, ignored=("settings.attend_padding",)),
-    Allowed("reasoning", "*: settings", NETWORK, ignored=("model.network", "model.options")),
-    Allowed("recipes", "*", REASONING, ignored=("reasoning",)),
+    Allowed("training", "adlm geometric, *: metrics of validation", GEOMETRIC, BOUND),
+    Allowed("ppl", "*: settings", MISSING_SHARE, (Change("missing", GONE),)),
+    Allowed("ppl", "*: beyond the entries", PADDING, (PADDING_RULE,)),
+    Allowed("reasoning", "*: settings", NETWORK, NAMED_NETWORK),
+    Allowed("recipes", "*", SETTINGS, NAMED),
 )
 
 
