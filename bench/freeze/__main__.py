@@ -14,8 +14,8 @@ own and give the folder in PYTHONPATH:
     pip install --no-deps --target FOLDER omegaconf
     PYTHONPATH=FOLDER python -m bench.freeze 3da4d78 HEAD
 
-On two cores the two trees run at the same time, so nothing is gained by several runs beside each
-other; one after the other, the parts of --only give the same as one whole run.
+The two trees run at the same time, so two cores are busy; the parts of --only can be run one after
+the other, and beside each other where there are more cores.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def print_comparisons(comparisons: Sequence[Comparison], shown: int) -> None:
     for each in comparisons:
         print(f"- {each.probe}: {each.describe()} ({each.seconds:.0f} s)")
         for reason, cases in each.group_by_reason().items():
-            size = each.measure(cases)
-            print(f"    - {len(cases):,} ({size}), such as `{cases[0]}`: {reason}")
+            example = each.differing[cases[0]]
+            print(f"    - {len(cases):,}, because {reason}; `{cases[0]}`: {example}")
     for each in comparisons:
         if each.problem:
             print(f"\n{each.probe} failed: {each.problem}")

@@ -84,10 +84,13 @@ DRAWS = "from left to right, tokens are drawn with the random numbers that all s
 ENDS = "a row's end comes with its last text, not in an event of its own some idle steps later"
 GEOMETRIC = "where a schedule leaves out a part of the bound, it is evaluated log-linearly"
 MISSING_SHARE = "an estimate says how much of the bound its schedule leaves out"
-NETWORK = "a model's settings may name a network with its options; null is the built-in one"
 ORDER = "each row passes over its own idle steps, so rows come in another order"
 PADDING = "whether padding is attended to is the model's own rule, null, and not always false"
-SETTINGS = "settings may name a network and an objective, and only an app's recipes have its own"
+POSITIONS = "all causal rows draw their next token in a step, not only those of equal length"
+RECIPES = "settings may name a network and an objective; those of reasoning are only in its recipes"
+SETTINGS = (
+    "settings may name a network with its options, and an objective; null is the built-in one"
+)
 PADDING_RULE = Change("settings.attend_padding", False, None)
 NO_REASONING = {  # the settings of a run that does not reason
     "task": None,
@@ -103,13 +106,11 @@ NO_REASONING = {  # the settings of a run that does not reason
     "tests": 4000,
     "samplers": ["confidence"],
 }
-NAMED_NETWORK = (Change("model.network", GONE, None), Change("model.options", GONE, None))
 NAMED = (
-    *NAMED_NETWORK,
+    Change("model.network", GONE, None),
+    Change("model.options", GONE, None),
     Change("objective.name", GONE, None),
-    Change("reasoning", NO_REASONING, GONE),
 )
-LENGTHS = (Change("completion_tokens"), Change("total_tokens"), Change("nfe"))
 BOUND = (Change("val/nll"), Change("val/ppl"), Change("val/stderr"))
 RANDOM_DRAWS = ("plain", "nucleus", "top_k")
 ALLOWED = (
@@ -121,10 +122,9 @@ ALLOWED = (
     Allowed("transformers", "ar, seed of torch: tokens", DRAWS),
     Allowed("server", "causal*: texts", DRAWS),
     Allowed("server", "causal several: log-probabilities", DRAWS),
-    Allowed("server", "causal*: choices", DRAWS, (Change("finish_reason"),)),
-    Allowed("server", "causal*: usage", DRAWS, LENGTHS),
     Allowed("server", "causal*, stream: events", DRAWS),
-    Allowed("server", "causal*, stream: order", DRAWS),
+    Allowed("server", "causal, stream: order", DRAWS),
+    Allowed("server", "*causal several, stream: order", POSITIONS),
     Allowed("server", "causal, drafts: events", DRAWS),
     Allowed("server", "*, stream: ends apart", ENDS),
     Allowed("server", "several prompts, stream: order", ORDER),
@@ -132,8 +132,8 @@ ALLOWED = (
     Allowed("training", "adlm geometric, *: metrics of validation", GEOMETRIC, BOUND),
     Allowed("ppl", "*: settings", MISSING_SHARE, (Change("missing", GONE),)),
     Allowed("ppl", "*: beyond the entries", PADDING, (PADDING_RULE,)),
-    Allowed("reasoning", "*: settings", NETWORK, NAMED_NETWORK),
-    Allowed("recipes", "*", SETTINGS, NAMED),
+    Allowed("reasoning", "*: settings", SETTINGS, NAMED),
+    Allowed("recipes", "*", RECIPES, (*NAMED, Change("reasoning", NO_REASONING, GONE))),
 )
 
 
@@ -191,15 +191,6 @@ class Comparison:
         for case, reason in self.allowed.items():
             groups.setdefault(reason, []).append(case)
         return groups
-
-    def measure(self, cases: Iterable[str]) -> str:
-        """Return the largest difference of some cases."""
-        sizes = [self.differing[case].size for case in cases]
-        numbers = [size for size in sizes if math.isfinite(size)]
-        if not numbers:
-            return "what differs is no number"
-        largest = f"at most {max(numbers):.3g}"
-        return largest if len(numbers) == len(sizes) else f"{largest}, or no number"
 
 
 def shorten(value: Any) -> str:
@@ -286,7 +277,7 @@ def compare_probe(
     after = read_cases(new)
     cases = before | after
     comparison = Comparison(name, len(cases))
-    used = set()
+    used = []
     for case in cases:
         old_value = before.get(case, MISSING)
         new_value = after.get(case, MISSING)
@@ -297,7 +288,7 @@ def compare_probe(
         for each in listed:
             if each.covers(name, case, old_value, new_value):
                 comparison.allowed.setdefault(case, each.reason)
-                used.add(each)
+                used.append(each)
     for each in listed:
         is_there = not is_quick or any(each.names(name, case) for case in cases)
         if each.probe == name and is_there and each not in used:
