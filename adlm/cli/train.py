@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,95 +31,60 @@ ROWS_HELP = "wrapped (one stream cut into rows) or documents (one per row). [def
 TOKENIZER_HELP = (
     "gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [default: gpt2]"
 )
+TRAINED_HELP = "Train a BPE of this size, with mask."
+LENGTH_HELP = "Tokens in a row. [default: 1024]"
+VALID_HELP = "Source of the valid split. [default: the end of SOURCE]"
+SHARE_HELP = "Share of the rows for the valid split without --valid."
+SPLIT_HELP = "Split of SOURCE, optionally with a slice: train[:-1000]."
+COLUMN_HELP = "Text column of a table. [default: the only one]"
+DOCUMENTS_HELP = "In plain text: auto, file, line, blank or every-line."
+DETOKENIZER_HELP = "Detokenizer, or none. [default: the corpus's]"
+WORKERS_HELP = "Tokenizing processes. [default: all cores]"
+OVERWRITE_HELP = "Replace data prepared before in --out."
+MAX_NAMES = 5  # of skipped files that are printed
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The options that `adlm.prepare` has as keywords of the same names."""
+
+    tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None
+    length: Annotated[int | None, typer.Option(min=3, help=LENGTH_HELP)] = None
+    train_tokenizer: Annotated[int | None, typer.Option(min=258, help=TRAINED_HELP)] = None
+    rows: Annotated[str | None, typer.Option(help=ROWS_HELP)] = None
+    valid: Annotated[str | None, typer.Option(help=VALID_HELP)] = None
+    valid_share: Annotated[float, typer.Option(help=SHARE_HELP)] = 0.01
+    split: Annotated[str, typer.Option(help=SPLIT_HELP)] = "train"
+    column: Annotated[str | None, typer.Option(help=COLUMN_HELP)] = None
+    documents: Annotated[str, typer.Option(help=DOCUMENTS_HELP)] = "auto"
+    detokenizer: Annotated[str | None, typer.Option(help=DETOKENIZER_HELP)] = None
+    glob: Annotated[list[str] | None, typer.Option(help=GLOB_HELP)] = None
+    workers: Annotated[int | None, typer.Option(min=1, help=WORKERS_HELP)] = None
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 2**25
+    overwrite: Annotated[bool, typer.Option("--overwrite", help=OVERWRITE_HELP)] = False
+
+
+@options.add_options()
 def prepare(
     source: Annotated[str | None, typer.Argument(help=SOURCE_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [required]")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None,
-    length: Annotated[
-        int | None, typer.Option(min=3, help="Tokens in a row. [default: 1024]")
-    ] = None,
-    train_tokenizer: Annotated[
-        int | None, typer.Option(min=258, help="Train a BPE of this size, with mask.")
-    ] = None,
-    rows: Annotated[str | None, typer.Option(help=ROWS_HELP)] = None,
-    valid: Annotated[
-        str | None, typer.Option(help="Source of the valid split. [default: the end of SOURCE]")
-    ] = None,
-    valid_share: Annotated[
-        float, typer.Option(help="Share of the rows for the valid split without --valid.")
-    ] = 0.01,
-    split: Annotated[
-        str, typer.Option(help="Split of SOURCE, optionally with a slice: train[:-1000].")
-    ] = "train",
-    column: Annotated[
-        str | None, typer.Option(help="Text column of a table. [default: the only one]")
-    ] = None,
-    documents: Annotated[
-        str, typer.Option(help="In plain text: auto, file, line, blank or every-line.")
-    ] = "auto",
-    detokenizer: Annotated[
-        str | None, typer.Option(help="Detokenizer, or none. [default: the corpus's]")
-    ] = None,
-    glob: Annotated[list[str] | None, typer.Option(help=GLOB_HELP)] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Tokenizing processes. [default: all cores]")
-    ] = None,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 2**25,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace data prepared before in --out.")
-    ] = False,
+    *,
+    settings: PrepareOptions,
     check: Annotated[bool, typer.Option("--check", help="Verify the checksums of --out.")] = False,
     is_json: options.Json = False,
 ) -> None:
     """Tokenize text and pack it into rows. Running the same command again resumes a stopped run."""
-    settings = dict(locals())
-    from adlm.data.prepare import prepare as prepare_data
-    from adlm.data.shards import MANIFEST, open_data
-    from adlm.data.sources import select_files
+    from adlm.data.shards import open_data
 
-    console, began = SafeConsole(soft_wrap=True, stderr=is_json), time.perf_counter()
+    console = SafeConsole(soft_wrap=True, stderr=is_json)
+    began = time.perf_counter()
     if out is None:
         raise ValueError("--out is required: a folder, which may be new")
-    if source is None and not check:
-        raise ValueError("SOURCE is required: a file, a folder or the name of a dataset")
     if source is not None:
-        own = (
-            "source",
-            "out",
-            "check",
-            "is_json",
-            "glob",
-        )  # of this command; the others are those of the function
-        settings = {name: value for name, value in settings.items() if name not in own} | {
-            "glob": glob or ()
-        }
-        is_prepared = (out / MANIFEST).is_file() and not overwrite
-        try:
-            with progress_bar() as update:
-                settings["on_progress"] = lambda now: update(
-                    f"{now.split}: bytes", now.consumed, now.total or 0
-                )
-                prepare_data(source, out, **settings)
-        except KeyboardInterrupt:
-            console.print(
-                "stopped; running the same command again resumes after the last complete shard"
-            )
-            raise typer.Exit(130) from None
-        done = (
-            "already prepared, nothing to do"
-            if is_prepared
-            else f"{time.perf_counter() - began:.1f} s"
-        )
-        console.print(f"{out}: {done}", markup=False)
-        if Path(source).is_dir() and (skipped := select_files(Path(source), glob=glob or ())[1]):
-            names = ", ".join(skipped[:5]) + (
-                f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else ""
-            )
-            console.print(
-                f"skipped {len(skipped):,} files (--glob selects others): {names}", markup=False
-            )
+        prepare_source(source, out, settings, console)
+    elif not check:
+        raise ValueError("SOURCE is required: a file, a folder or the name of a dataset")
+
     manifest = open_data(out, verify=check).manifest
     if check:
         console.print(f"{out}: all checksums are correct", markup=False)
@@ -131,32 +96,75 @@ def prepare(
         print_json({"folder": out, "seconds": time.perf_counter() - began, "splits": splits} | rest)
 
 
+def prepare_source(source: str, out: Path, settings: PrepareOptions, console: SafeConsole) -> None:
+    """Prepare a folder, and print what was done and what was skipped."""
+    from adlm.data.prepare import PrepareProgress
+    from adlm.data.prepare import prepare as prepare_data
+    from adlm.data.shards import MANIFEST
+
+    began = time.perf_counter()
+    is_prepared = (out / MANIFEST).is_file() and not settings.overwrite
+    keywords = vars(settings) | {"glob": settings.glob or ()}
+    try:
+        with progress_bar() as update:
+
+            def show_progress(now: PrepareProgress) -> None:
+                update(f"{now.split}: bytes", now.consumed, now.total or 0)
+
+            prepare_data(source, out, on_progress=show_progress, **keywords)
+    except KeyboardInterrupt:
+        console.print(
+            "stopped; running the same command again resumes after the last complete shard"
+        )
+        raise typer.Exit(130) from None
+
+    seconds = time.perf_counter() - began
+    done = "already prepared, nothing to do" if is_prepared else f"{seconds:.1f} s"
+    console.print(f"{out}: {done}", markup=False)
+    print_skipped(console, Path(source), settings.glob or ())
+
+
+def print_skipped(console: SafeConsole, source: Path, glob: Sequence[str]) -> None:
+    """Print the files of a folder that are not read."""
+    from adlm.data.sources import select_files
+
+    if not source.is_dir():
+        return
+    skipped = select_files(source, glob=glob)[1]
+    if not skipped:
+        return
+    names = ", ".join(skipped[:MAX_NAMES])
+    if len(skipped) > MAX_NAMES:
+        names += f" and {len(skipped) - MAX_NAMES:,} more"
+    shown = f"skipped {len(skipped):,} files (--glob selects others): {names}"
+    console.print(shown, markup=False)
+
+
 def print_summary(console: SafeConsole, manifest: "Manifest", out: Path) -> None:
     """Print a table of the splits, the tokenizer and the next command."""
     from adlm.evaluate.results import Table, TableColumn
 
     counts = ("rows", "tokens", "documents")
-    columns = [
-        TableColumn("split", is_text=True),
-        *(TableColumn(name) for name in (*counts, "text")),
-    ]
-    splits = manifest.splits.items()
-    rows = [
-        [name, *(getattr(split, key) for key in counts), format_bytes(split.bytes)]
-        for name, split in splits
-    ]
+    columns = [TableColumn("split", is_text=True)]
+    columns += [TableColumn(name) for name in (*counts, "text")]
+    rows = []
+    for name, split in manifest.splits.items():
+        numbers = [getattr(split, key) for key in counts]
+        rows.append([name, *numbers, format_bytes(split.bytes)])
     print_table(Table(columns, rows), console)
-    tokenizer, trained = manifest.tokenizer, manifest.settings.tokenizer.get("trained")
+
+    tokenizer = manifest.tokenizer
+    trained = manifest.settings.tokenizer.get("trained")
     size = f"{tokenizer.vocab_size:,}"
     if trained is not None and trained > tokenizer.vocab_size:
         size += f" (of {trained:,} requested: the text has no more pairs to merge)"
     described = f"tokenizer {tokenizer.name}, vocabulary {size}, mask id {tokenizer.mask_id:,}"
     console.print(f"{described}, rows of {manifest.length:,} tokens", markup=False)
-    if label := manifest.source.get("stand_in"):
+    label = manifest.source.get("stand_in")
+    if label:
         console.print(f"a stand-in for the dataset of that name: {label}", markup=False)
-    console.print(
-        f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN", markup=False
-    )
+    following = f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN"
+    console.print(following, markup=False)
 
 
 def train(
