@@ -1,5 +1,5 @@
-"""Errors: which ones are the user's and their exit codes; parts of their messages (the closest known name, the command
-that installs an extra)."""
+"""Errors: which ones are the user's, their exit codes, and parts of their messages (the closest known
+name, the command that installs an extra)."""
 
 import difflib
 import re
@@ -14,7 +14,8 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
-# Errors that a user can put right; their message says how. FloatingPointError: weights that are NaN.
+# Errors that a user can put right; their message says how.
+# FloatingPointError: weights that are NaN.
 USER_ERRORS = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)
 
 
@@ -39,7 +40,7 @@ class Preempted(RuntimeError):
 
 
 def get_exit_code(error: Exception) -> int | None:
-    """Return the exit code of an error that a command reports in one line; None for a fault of ours."""
+    """Return the exit code of an error that is reported in one line; None for a fault of ours."""
     if isinstance(error, USER_ERRORS):
         return 2
     if isinstance(error, Diverged | Preempted):
@@ -62,7 +63,7 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
 
 
 def import_extra(module: str, need: str, extra: str) -> Any:
-    """Import a module of an extra; if it is not installed, the error has what needs it and how to install it."""
+    """Import a module of an extra; the error has what needs it and how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -70,16 +71,18 @@ def import_extra(module: str, need: str, extra: str) -> Any:
 
 
 def install_command(extra: str, root: Path = CHECKOUT) -> str:
-    """Return the command that installs an extra: from the checkout or, installed from a wheel, its packages."""
+    """Return the command that installs an extra: of the checkout or, with a wheel, its packages."""
     python = shlex.quote(sys.executable)
     pip = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
-    if (root / "constraints.txt").is_file() and (root / "pyproject.toml").is_file():
-        return f"{pip} -c {shlex.quote(str(root / 'constraints.txt'))} -e {shlex.quote(f'{root}[{extra}]')}"
+    constraints = root / "constraints.txt"
+    if constraints.is_file() and (root / "pyproject.toml").is_file():
+        here = shlex.quote(f"{root}[{extra}]")
+        return f"{pip} -c {shlex.quote(str(constraints))} -e {here}"
     return f"{pip} {' '.join(shlex.quote(each) for each in list_requirements()[extra])}"
 
 
 def list_requirements() -> dict[str, list[str]]:
-    """Return the requirements of the installed package by extra; those without an extra have the key ""."""
+    """Return the requirements of the installed package by extra; "" are those without one."""
     from importlib import metadata  # here: it is slow to import, and only errors need it
 
     requirements: dict[str, list[str]] = {}

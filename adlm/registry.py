@@ -68,7 +68,7 @@ def build(
     *,
     allow_import: bool = False,
 ) -> Built:
-    """Call the function or class of a name with its options; `module:object` may be a finished object."""
+    """Call the function or class of a name with its options; `module:object` may be finished."""
     factory: Any = registry.resolve(name, allow_import=allow_import)
     if name not in registry and not (inspect.isroutine(factory) or inspect.isclass(factory)):
         if options:

@@ -471,7 +471,7 @@ def keep_typed(value: Any, read: pydantic.ValidatorFunctionWrapHandler) -> Any:
 
 
 def read_typed(value: Any) -> Any:
-    """Read an option as it was typed, where no type says how: a number, true or false, or a text."""
+    """Read an option as it was typed: a number, true or false, or a text."""
     if not isinstance(value, TypedText):
         return value
     return pydantic.TypeAdapter(Scalar).validate_python(str(value), strict=False)

@@ -1,5 +1,5 @@
-"""All commands by name: a command is imported when it is used, so that `adlm --help` is fast and the
-core knows apps by these strings alone."""
+"""All commands by name. A command is imported when it is used, so that `adlm --help` is fast, and
+the core knows apps by these strings alone."""
 
 from dataclasses import dataclass
 from typing import Any

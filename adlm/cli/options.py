@@ -70,7 +70,10 @@ def name_options() -> Iterator[None]:
         raise error.rename(list_own_names(SamplingSettings, "cli")) from None
 
 
-MODEL_HELP = f"Bundled model, folder of a run or a model, .ckpt, or OWNER/NAME on the Hub. [default: {DEFAULT}]"
+MODEL_HELP = (
+    "Bundled model, folder of a run or a model, .ckpt, or OWNER/NAME on the Hub. "
+    f"[default: {DEFAULT}]"
+)
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
 ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
 Device = Annotated[

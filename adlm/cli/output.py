@@ -1,4 +1,7 @@
-"""Terminal output of all commands: results go to stdout, status, progress and errors to stderr; checks of paths."""
+"""Terminal output of all commands: results go to stdout, status, progress and errors to stderr.
+
+Also checks of paths.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ MIN_TEXT_WIDTHS = (
 )  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
 LOG_SECONDS = 10.0  # between lines of progress where there is no terminal
-# Typer has its own copy of click or uses the installed one, by its version; this is the class either way.
+# Typer has its own copy of click or uses the installed one; this is the class either way.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 Value = TypeVar("Value", str, int, float)
@@ -50,7 +53,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name; ADLM_TRACEBACK=1 shows the traceback of an error."""
+        """Run the command that the arguments name; ADLM_TRACEBACK=1 shows an error's traceback."""
         try:
             return super().invoke(ctx)
         except (BrokenPipeError, typer.Exit):
@@ -112,7 +115,7 @@ def print_bytes(content: bytes) -> None:
 
 
 def print_table(table: Table, console: SafeConsole | None = None) -> None:
-    """Print a table, in a narrow terminal with fewer columns, or every cell on its own line; no number is cut."""
+    """Print a table, in a narrow terminal with fewer columns or a line per cell; no number is cut."""
     from rich.markup import escape
     from rich.table import Table as RichTable
 
@@ -172,7 +175,7 @@ def fit_columns(
 
 
 def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None) -> None:
-    """End an evaluation: print the result as JSON or as tables, then write `OUT/TASK.json` and figures."""
+    """Print an evaluation as JSON or as tables, then write `OUT/TASK.json` and figures."""
     from adlm.evaluate.plots import draw_figures
     from adlm.evaluate.results import save_json
 
@@ -195,7 +198,10 @@ def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None) 
 
 @contextmanager
 def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
-    """Context manager: a progress bar on a terminal, elsewhere a line every few seconds, by the yielded callback."""
+    """Context manager: a progress bar on a terminal, elsewhere a line every few seconds.
+
+    The yielded callback moves it.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -243,7 +249,7 @@ def draw_curve(losses: Sequence[float], *, width: int = 40) -> str:
 
 
 def check_output_files(files: Mapping[str, Path | None]) -> None:
-    """Refuse output files that cannot be written, before anything is computed; keys are the options' names."""
+    """Refuse output files, by their options, that cannot be written, before anything is computed."""
     options: dict[Path, str] = {}
     for option, path in files.items():
         if path is None:

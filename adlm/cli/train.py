@@ -1,4 +1,4 @@
-"""`adlm prepare`, `adlm train` and `adlm plot`: turn text into packed rows, train with a recipe, and plot runs."""
+"""`adlm prepare`, `adlm train` and `adlm plot`: pack text into rows, train with a recipe, plot runs."""
 
 import os
 import time
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from adlm.data.shards import Manifest
     from adlm.training.train import Run
 
-SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
-GLOB_HELP = "Pattern of the files of a folder to read, such as '*.md'; may be repeated. [default: text and tables]"
+SOURCE_HELP = (
+    "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. "
+    "[required]"
+)
+GLOB_HELP = (
+    "Pattern of the files of a folder to read, such as '*.md'; may be repeated. "
+    "[default: text and tables]"
+)
 ROWS_HELP = "wrapped (one stream cut into rows) or documents (one per row). [default: wrapped]"
 TOKENIZER_HELP = (
     "gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [default: gpt2]"
@@ -178,8 +184,8 @@ def train(
 ) -> None:
     """Train a model on prepared data. Running the same command again resumes a stopped run.
 
-    Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
-    wrong; 1 the loss diverged.
+    Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a
+    setting or a file is wrong; 1 the loss diverged.
     """
     from adlm.training.train import train as run_training
 
@@ -189,7 +195,7 @@ def train(
 
 
 def run_or_exit(start: Callable[[], "Run"], *, is_json: bool) -> "Run":
-    """Train; where a signal stops the run, print that it is saved and exit with the signal's code."""
+    """Train; a run that a signal stops is saved, and exits with the signal's code."""
     from adlm.errors import Preempted
 
     try:

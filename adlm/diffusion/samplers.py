@@ -1,4 +1,5 @@
-"""Samplers that are no plans, each one function of a view; all samplers by name, also by their names in other code."""
+"""Samplers that are no plans, each one function of a view; all samplers by name, also by their names
+in other code."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sized
@@ -250,15 +251,16 @@ MAX_KEPT = 32  # samplers, for requests of equal options
 
 
 def register_sampler(target: str) -> None:
-    """Import the sampler `module:object`, which requests may name from then on: they never import one."""
+    """Import the sampler `module:object`, which requests may name from then on.
+
+    They never import one themselves.
+    """
     sampler = load_object(target)
     is_function = inspect.isroutine(sampler)
     is_class = inspect.isclass(sampler) and issubclass(sampler, Sampler)
     if not (is_function or is_class or isinstance(sampler, Plan | Sampler)):
-        raise ValueError(
-            f"{target!r} is {sampler!r:.80}: expected a sampler, a class of samplers, or a function "
-            "that returns one"
-        )
+        expected = "expected a sampler, a class of samplers, or a function that returns one"
+        raise ValueError(f"{target!r} is {sampler!r:.80}: {expected}")
     SAMPLERS.register(target, sampler)
 
 
