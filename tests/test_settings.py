@@ -228,6 +228,8 @@ def test_sampling_arguments_repeat_the_settings() -> None:
 
 
 USER = """
+from pathlib import Path
+
 import adlm
 from adlm import LM, SamplingSettings
 
@@ -240,6 +242,7 @@ def use(lm: LM) -> None:
     lm.generate("x", tempertaure=0.5)  # wrong
     lm.infill("x", steps="64")  # wrong
     lm.record("x", sampler=3)  # wrong
+    lm.record("x", sampler=Path("a.py"))  # wrong
     lm.stream("x", eta=0.1)  # wrong
     SamplingSettings(topp=0.5)  # wrong
     SamplingSettings(top_p="x")  # wrong
