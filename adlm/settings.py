@@ -363,12 +363,7 @@ class OpenParameters(Parameters):
 
     model_config = pydantic.ConfigDict(extra="allow")
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def read_undeclared(cls, values: Any) -> Any:
-        """Read the options that are no parameters of their own."""
-        own = cls.model_fields
-        return {name: each if name in own else read_typed(each) for name, each in values.items()}
+    __pydantic_extra__: "dict[str, Undeclared]"
 
 
 @cache
