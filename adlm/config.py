@@ -168,10 +168,10 @@ def flatten(config: Config) -> dict[str, Any]:
     """Return the settings by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in config:
-        flat[key] = value
         if isinstance(value, Settings):
-            del flat[key]
-            flat |= {f"{key}.{name}": item for name, item in value}
+            flat.update({f"{key}.{name}": item for name, item in value})
+        else:
+            flat[key] = value
     return flat
 
 
@@ -200,9 +200,7 @@ def read_recipe(
     """Return a recipe's values as texts, and its file for errors."""
     if recipe is None:
         return {}, ""
-    if isinstance(recipe, Config):
-        return to_text(recipe.model_dump(), "the recipe"), ""
-    if isinstance(recipe, Mapping):
+    if isinstance(recipe, Config | Mapping):
         return to_text(recipe, "the recipe"), ""
     path = find_recipe(recipe)
     return read_yaml(path, "a recipe"), str(path)

@@ -78,8 +78,9 @@ def build(
 
     parameters = inspect.signature(factory).parameters
     known = {key: each for key, each in parameters.items() if each.kind not in VARIADIC}
-    for option in () if takes_any_option(parameters) else options:
-        check_known(f"{name} option", option, known or ["none"])
+    if not takes_any_option(parameters):
+        for option in options:
+            check_known(f"{name} option", option, known or ["none"])
     required = [each.name for each in known.values() if each.default is each.empty]
     missing = [option for option in required if option not in options]
     if missing:
