@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+import numpy as np
 import torch
 
 from adlm.diffusion.categorical import SamplingParams
@@ -21,14 +22,14 @@ TOP_P = 0.9
 
 def draw_change(running: RunningBatch[Row], row: int, step: int) -> Change:
     """Return what a plan changes in a row at a step, of which something is revealed."""
-    slot = running.slots[row]
-    plan = slot.row.sampler
+    plan = running.rows[row].sampler
     assert isinstance(plan, Plan)
+    is_hidden = running.is_hidden[row]
     rng = CounterRng.from_seed(0, torch.tensor([row]))
-    u, u_token = (x[0, 0].numpy() for x in rng.pairs(step, 1, len(slot.is_hidden), Purpose.SAMPLE))
-    reveal = (u < float(plan[step].reveal_prob)) & slot.is_hidden
-    reveal[slot.hidden[0]] = True
-    hide = (u < float(plan[step].remask_prob)) & slot.is_free & ~slot.is_hidden
+    u, u_token = (x[0, 0].numpy() for x in rng.pairs(step, 1, len(is_hidden), Purpose.SAMPLE))
+    reveal = (u < float(plan.reveal_prob[step])) & is_hidden
+    reveal[is_hidden.argmax()] = True
+    hide = (u < float(plan.remask_prob[step])) & ~is_hidden
     return Change(
         step, reveal.nonzero()[0], hide.nonzero()[0], u_token[reveal], float(plan.noise_level[step])
     )
@@ -61,17 +62,16 @@ def main(args: argparse.Namespace) -> None:
         changes = {
             number: draw_change(running, number, len(plan) // 2) for number in range(batch_size)
         }
-        steps = 0
 
         def ours(
             running: RunningBatch[Row] = running,
             changes: dict[int, Change] = changes,
             start: torch.Tensor = running.tokens,
+            is_hidden: np.ndarray = running.is_hidden,
         ) -> None:
             """Evaluate and draw what the plan changes in this step, from the same half-masked tokens each time."""
-            nonlocal steps
-            steps += 1
             running.tokens = start
+            running.is_hidden = is_hidden
             features = running.evaluate(changes, [])
             running.write_tokens(changes, running.draw(changes, features))
 
@@ -80,8 +80,7 @@ def main(args: argparse.Namespace) -> None:
         repeats = args.repeats or 50
         our_times = setting.time_steps(ours, 10 if is_cuda else 2, repeats, device)
         our_peak = setting.get_peak_gib(device)
-        nfe = min(slot.nfe for slot in running.slots)
-        assert nfe == steps, "every row must be evaluated in every step"
+        assert len(running.evaluated) == batch_size, "every row must be evaluated in every step"
         mid, half_range = setting.compute_spread(our_times)
         plain_mid, plain_half, plain_peak = float("nan"), 0.0, None
         if not args.no_plain:

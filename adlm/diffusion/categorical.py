@@ -34,10 +34,6 @@ class SamplingParams:
         names = [field.name for field in fields(cls) if field.name in SamplingSettings.model_fields]
         return cls(**{name: getattr(settings, name) for name in names})
 
-    def keep_all(self) -> Self:
-        """Return the same draw without leaving tokens out."""
-        return type(self)(temperature=self.temperature, nucleus=self.nucleus)
-
 
 class DrawnTokens(NamedTuple):
     """Tokens (N,) and the probability (N,) that each had when it was drawn."""

@@ -7,6 +7,8 @@ transitions: it can be printed, plotted and tested before any network runs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +40,11 @@ class Transition:
         )  # where all should be visible, reveal all
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan(BuiltSampler):
     """A table of transitions, each column float64 (steps,), and how tokens are drawn."""
+
+    reads_last_prob: ClassVar[bool] = False
 
     name: str
     t: Tensor
@@ -49,9 +53,17 @@ class Plan(BuiltSampler):
     remask_prob: Tensor
     noise_level: Tensor
     nucleus: bool = True  # whether top-p applies
-    fill_argmax: bool = (
-        False  # compat: what is hidden after the last step by argmax, and the lineage's nucleus
-    )
+    fill_argmax: bool = False  # compat: what is left hidden by argmax, and the lineage's nucleus
+
+    @cached_property
+    def reveal_prob(self) -> Tensor:
+        """The probability (steps,) that a hidden token is revealed."""
+        return self[torch.arange(len(self))].reveal_prob
+
+    @cached_property
+    def hides_until(self) -> int:
+        """After how many steps nothing is hidden again."""
+        return 1 + max(self.remask_prob.nonzero()[:, 0].tolist(), default=-1)
 
     def __len__(self) -> int:
         return len(self.t)

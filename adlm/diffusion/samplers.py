@@ -19,7 +19,6 @@ from adlm.diffusion.sampling import (
     Sampler,
     ScoreFn,
     View,
-    count_hiding_steps,
 )
 from adlm.registry import Registry, build, load_object
 from adlm.settings import (
@@ -152,7 +151,9 @@ class RemaskByConfidence(Sampler):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.name = plan.name
-        self.hides_until = count_hiding_steps(plan)
+        self.hides_until = plan.hides_until
+        self.nucleus = plan.nucleus
+        self.fill_argmax = plan.fill_argmax
         columns = (plan.alpha_t, plan.alpha_s, plan.remask_prob, plan.noise_level)
         self.table = tuple(column.numpy().tobytes() for column in columns)
 

@@ -13,11 +13,11 @@ A step of the batch is therefore: move, evaluate, choose, draw, write. Random nu
 the block, position), so a text does not depend on the rows that are sampled with it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import chain, compress, pairwise
+from functools import cached_property, lru_cache
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from adlm.diffusion.categorical import DrawnTokens, SamplingParams, draw
 from adlm.diffusion.plans import Plan, mean_noise_level
@@ -35,7 +36,6 @@ from adlm.diffusion.rng import (
     check_row,
     check_seed,
     make_numbers,
-    uniform_pair,
 )
 from adlm.settings import BuiltSampler
 
@@ -47,6 +47,7 @@ FIXED = -1  # the block of positions that never change
 Positions = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
+Array = TypeVar("Array", Flags, Positions, Numbers)
 NOTHING: Positions = np.empty(0, np.int64)
 USUAL_SAMPLING = SamplingParams()
 
@@ -118,6 +119,8 @@ class Sampler(BuiltSampler):
     score: ScoreFn | None = None  # of hidden positions: the network runs before the move
     reads_last_prob: bool = False
     hides_until: int = 0  # first steps of a block that may hide again; 0: what is revealed stays
+    nucleus: bool = True  # whether top-p applies
+    fill_argmax: bool = False  # compat: what is left hidden by argmax, and the lineage's nucleus
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -162,7 +165,6 @@ class Row:
     number: int = 0  # its random numbers are those of (seed, number)
     block: int | None = None  # positions of a block; None: one block
     sampling: SamplingParams = USUAL_SAMPLING
-    last_sampling: SamplingParams | None = None  # of what a sampler leaves hidden; None: as it says
     kinds: Tensor | None = None  # (L,): the kind of each position, which says what is banned there
     draw: JointDraw | None = None  # None: each token by itself
     every_step: bool = False  # whether steps in which nothing changes have a frame too
@@ -260,7 +262,7 @@ class Evaluator(Protocol):
 # A row and what changes in it.
 
 
-@dataclass
+@dataclass(slots=True)
 class Change:
     """What changes in a row in one step of a block."""
 
@@ -270,156 +272,106 @@ class Change:
     u: Numbers | None = None  # which the revealed tokens are drawn with; None: still to be made
     noise_level: float = 0.0
     is_last: bool | None = None  # ends the block; None: it ends when nothing is hidden
-    columns: dict[str, Numbers] | None = None  # new values of the sampler's own
+    columns: dict[str, Numbers] = field(default_factory=dict)  # new values of the sampler's own
 
 
-def number_blocks(length: int, block: int | None, is_fixed: Flags) -> Positions:
-    """Return the block (L,) of each position that may change."""
-    longest = max(length, 1)
-    size = longest if block is None else min(block, longest)
-    return np.where(is_fixed, FIXED, np.arange(length) // size)
+def list_changes(
+    plan: Plan, keys: Positions, row: Positions, position: Positions, is_hidden: Flags
+) -> Iterator[tuple[int, Change]]:
+    """List what a plan changes in a block of n rows (Algorithm 1), but for the fill of what it leaves hidden.
+
+    `keys` (n, 3) are each row's seed, number and clock when the block begins. The block has F positions, `position`
+    (F,) of the rows `row` (F,), of which some are hidden (F,) at first. Yields rows and their changes, step by step;
+    steps in which nothing changes are left out, except for the last.
+    """
+    levels = plan.noise_level.tolist()
+    reveal_prob = plan.reveal_prob.numpy()
+    remask_prob = plan.remask_prob.numpy()
+    hidden = is_hidden.copy()
+    step = 0
+    while step < len(plan):
+        if step >= plan.hides_until:  # what is visible stays
+            row, position, hidden = row[hidden], position[hidden], hidden[hidden]
+        ends = row.searchsorted(np.arange(len(keys)), "right")
+        ahead = max(1, MAX_NUMBERS // max(1, len(row)))
+        steps = np.arange(step, min(len(plan), step + ahead))[:, None]
+        seed, number, clock = keys[row].T
+        words = [x.view(np.uint64) for x in (seed, number, clock + steps, position)]
+        u, u_token = make_numbers(words, Purpose.SAMPLE)
+        may_reveal: Flags = u < reveal_prob[steps]
+        may_hide: Flags = u < remask_prob[steps]
+        is_busy: Flags = np.any(may_reveal | may_hide, axis=1)
+        is_busy[len(plan) - 1 - step :] = True
+
+        for k in is_busy.nonzero()[0].tolist():
+            changed = np.where(hidden, may_reveal[k], may_hide[k]).nonzero()[0]
+            was_hidden = hidden[changed]
+            hidden[changed] = ~was_hidden
+            reveal, hide = changed[was_hidden], changed[~was_hidden]
+            revealed, masked, numbers = position[reveal], position[hide], u_token[k, reveal]
+            is_last = step + k == len(plan) - 1
+            a = b = 0
+            bounds = zip(reveal.searchsorted(ends).tolist(), hide.searchsorted(ends).tolist())
+            for i, (c, d) in enumerate(bounds):
+                if c > a or d > b or is_last:
+                    shown, again, own = revealed[a:c], masked[b:d], numbers[a:c]
+                    yield i, Change(step + k, shown, again, own, levels[step + k], is_last)
+                a, b = c, d
+        step += len(steps)
 
 
-def count_hiding_steps(sampler: Plan | Sampler) -> int:
-    """Return after how many steps of a block nothing is hidden again."""
-    if isinstance(sampler, Sampler):
-        return sampler.hides_until
-    return 1 + max(sampler.remask_prob.nonzero()[:, 0].tolist(), default=-1)
+def split_changes(changes: Iterator[tuple[int, Change]], count: int) -> list[Iterator[Change]]:
+    """Return the changes of each of `count` rows; what one row takes first is kept for the others."""
+    kept = [deque[Change]() for _ in range(count)]
+
+    def iterate(own: deque[Change]) -> Iterator[Change]:
+        while True:
+            while not own:
+                i, change = next(changes, (-1, None))
+                if change is None:
+                    return
+                kept[i].append(change)
+            yield own.popleft()
+
+    return [iterate(own) for own in kept]
 
 
+@lru_cache
 def choose_sampling(
-    sampler: Plan | Sampler, sampling: SamplingParams
+    sampling: SamplingParams, nucleus: bool, fill_argmax: bool
 ) -> tuple[SamplingParams, SamplingParams]:
     """Return how a sampler's tokens are drawn, and those that it has left hidden at its end."""
-    plan = getattr(sampler, "plan", sampler)
-    if not isinstance(plan, Plan):
-        return sampling, sampling
-    if not plan.nucleus:
-        sampling = sampling.keep_all()
-    if not plan.fill_argmax:
+    if not nucleus:
+        sampling = replace(sampling, top_p=1.0)
+    if not fill_argmax:
         return sampling, sampling
     sampling = replace(sampling, nucleus="lineage")  # compat
     return sampling, replace(sampling, temperature=0.0)
 
 
-def list_changes(
-    plan: Plan, free: Positions, is_hidden: Flags, *, seed: int, number: int, block: int = 0
-) -> Iterator[Change]:
-    """List what a plan changes in a block of a row (Algorithm 1), but for the fill of what it leaves hidden.
-
-    The block's positions are `free` (F,), of which some are hidden (F,) at first. Steps in which nothing changes are
-    left out, except for the last.
-    """
-    levels = plan.noise_level.tolist()
-    last_step = len(levels) - 1
-    hides_until = count_hiding_steps(plan)
-    hides_from = int((plan.remask_prob > 0).long().argmax()) if hides_until else 0
-    hidden = is_hidden.copy()
-    step = 0
-    is_last = False
-    while step <= last_step:
-        if step >= hides_until:  # what is visible stays
-            free = free[hidden]
-            hidden = hidden[hidden]
-        end = min(last_step + 1, step + max(1, MAX_NUMBERS // max(1, len(free))))
-        steps = torch.arange(step, end)
-        clock = (block * MAX_BLOCK_STEPS + steps)[:, None]
-        key = torch.tensor(seed), torch.tensor(number)
-        u, u_token = uniform_pair(*key, clock, torch.from_numpy(free), Purpose.SAMPLE)
-        transition = plan[steps[:, None]]
-        may_reveal = (u < transition.reveal_prob).numpy()
-        may_hide = (u < transition.remask_prob).numpy()
-        numbers = u_token.numpy()
-
-        first, last = (min(max(x, step), end) - step for x in (hides_from, hides_until))
-        found = chain(
-            find_reveals(may_reveal[:first], hidden, 0),
-            find_changes(may_reveal[:last], may_hide[:last], hidden, first),
-            find_reveals(may_reveal[last:], hidden, last),
-        )
-        for k, reveal, hide in found:
-            now = step + k
-            is_last = now == last_step
-            yield Change(now, free[reveal], free[hide], numbers[k, reveal], levels[now], is_last)
-        step = end
-    if not is_last:
-        yield Change(last_step, NOTHING, NOTHING, None, levels[-1], is_last=True)
-
-
-def find_changes(
-    may_reveal: Flags, may_hide: Flags, hidden: Flags, start: int
-) -> Iterator[tuple[int, Positions, Positions]]:
-    """Yield each step (K, F) from `start` that changes something, what it reveals and hides; update `hidden`."""
-    for k in range(start, len(may_reveal)):
-        is_changed: Flags = np.where(hidden, may_reveal[k], may_hide[k])
-        changed = is_changed.nonzero()[0]
-        if len(changed):
-            was_hidden = hidden[changed]
-            hidden[changed] = ~was_hidden
-            yield k, changed[was_hidden], changed[~was_hidden]
-
-
-def find_reveals(
-    may_reveal: Flags, hidden: Flags, start: int
-) -> Iterator[tuple[int, Positions, Positions]]:
-    """Yield each step (K, F), the first being `start`, that reveals something and hides nothing; update `hidden`."""
-    is_revealed: Flags = may_reveal.any(0) & hidden
-    revealed = is_revealed.nonzero()[0]
-    if not len(revealed):
-        return
-    hidden[revealed] = False
-    first = may_reveal[:, revealed].argmax(0)  # the step of each
-    order = first.argsort(kind="stable")
-    steps, starts = np.unique(first[order], return_index=True)
-    revealed = revealed[order]
-    ends = [*starts.tolist(), len(revealed)]
-    for k, (begin, end) in zip(steps.tolist(), pairwise(ends), strict=True):
-        yield start + k, revealed[begin:end], NOTHING
-
-
+@dataclass(eq=False)
 class Slot:
     """A row in the batch, and where it stands."""
 
-    def __init__(
-        self, row: Row, mask_id: int | None, params: dict[SamplingParams, SamplingParams]
-    ) -> None:
-        self.row = row
-        self.tokens = row.tokens.to("cpu", torch.int64).contiguous()
-        length = len(self.tokens)
-        if mask_id is None:
-            if row.is_fixed is None:
-                raise ValueError(
-                    "is_fixed is None: a causal model has no mask token, so say which tokens are given"
-                )
-            is_hidden = ~row.is_fixed.cpu()
-            if length and bool(is_hidden[0]):
-                raise ValueError(
-                    "position 0 of every row must be fixed for a causal model: a BOS token, for example"
-                )
-        else:
-            is_hidden = self.tokens == mask_id
-        is_fixed = ~is_hidden if row.is_fixed is None else row.is_fixed.cpu()
-        if bool((is_hidden & is_fixed).any()):
-            position = int((is_hidden & is_fixed).nonzero()[0])
-            raise ValueError(
-                f"row {row.number}, position {position} is fixed but holds the mask token: fixed tokens must be text"
-            )
-        self.is_hidden: Flags = is_hidden.numpy().copy()  # (L,)
-        self.is_free: Flags = np.zeros(length, bool)  # (L,): positions of the block
-        self.last_prob: Numbers = np.zeros(length)
-        sampling, last_sampling = choose_sampling(row.sampler, row.sampling)
-        last_sampling = row.last_sampling or last_sampling
-        self.first_sampling = params.setdefault(sampling, sampling)
-        self.last_sampling = params.setdefault(last_sampling, last_sampling)
-        self.hides_until = count_hiding_steps(row.sampler)
-        self.block_at = number_blocks(length, row.block, is_fixed.numpy())
-        may_hide = isinstance(row.sampler, Plan) or self.hides_until > 0
-        may_change = self.block_at > FIXED if may_hide else self.is_hidden
-        self.blocks: list[int] = np.unique(self.block_at[may_change]).tolist()  # to be filled
-        self.frames = 0
-        self.nfe = 0
-        self.columns: dict[str, Numbers] = {}  # the sampler's own, (1,) or (L,)
-        self.enter_block()
+    row: Row
+    block: int = FIXED
+    step: int = 0  # of the block
+    first_hidden: int = 0  # positions, when the block began
+    frames: int = 0
+    nfe: int = 0
+    idle: int = 0  # steps since the last change
+    is_done: bool = False
+    sampling: SamplingParams = USUAL_SAMPLING  # of the next draw
+    columns: dict[str, Numbers] = field(default_factory=dict)  # the sampler's own, (1,) or (L,)
+    listed: Iterator[Change] = field(default_factory=lambda: iter(()))
+    next: Change | None = None  # the next listed change; None: the sampler is called
+
+    def __post_init__(self) -> None:
+        sampler = self.row.sampler
+        self.draws = choose_sampling(self.row.sampling, sampler.nucleus, sampler.fill_argmax)
+        self.may_hide = isinstance(sampler, Plan) or sampler.hides_until > 0
+        length = len(sampler) if isinstance(sampler, Sized) else 0
+        self.max_idle = max(MAX_IDLE_STEPS, length)
 
     @property
     def clock(self) -> int:
@@ -427,67 +379,68 @@ class Slot:
         return self.block * MAX_BLOCK_STEPS + self.step
 
     @property
-    def hidden(self) -> Positions:
-        """The hidden positions of the block."""
-        return (self.is_hidden & self.is_free).nonzero()[0]
+    def first_open_block(self) -> int:
+        """The first block in which something may be hidden again."""
+        hides_until = self.row.sampler.hides_until
+        return self.block + (self.step >= hides_until) if hides_until else NO_BLOCK
 
-    def enter_block(self) -> None:
-        """Begin the next block; a row without one has a single frame."""
-        row = self.row
-        self.block = self.blocks.pop(0) if self.blocks else NO_BLOCK
-        self.is_free[:] = self.block_at == self.block
-        free = self.is_free.nonzero()[0]
-        later = (self.block_at > self.block).nonzero()[0]
-        length = len(self.is_free)
-        self.block_end = length
-        if self.hides_until and len(later):
-            self.block_end = int(later[0])
-        self.first_open = length  # the first position that may be hidden again
-        if self.hides_until and len(free):
-            self.first_open = int(free[0])
-        self.sampling = self.first_sampling
+    def enter(self, block: int, hidden: int) -> None:
+        """Begin a block; a row that has none from the beginning has a single frame."""
+        self.block = block
+        self.first_hidden = hidden
         self.step = 0
-        self.idle = 0  # steps since the last change
-        self.first_hidden = len(self.hidden)
-        self.listed: Iterator[Change] = iter(())
-        self.next: Change | None = None  # the next listed change; None: the sampler is called
-        if self.block == NO_BLOCK:
-            self.next = Change(0, NOTHING, NOTHING, is_last=True)
-        elif isinstance(row.sampler, Plan):
-            key = {"seed": row.seed, "number": row.number, "block": self.block}
-            self.listed = list_changes(row.sampler, free, self.is_hidden[free], **key)
-            self.next = next(self.listed)
-        else:
-            for name, column in row.sampler.columns.items():
-                size = len(self.is_free) if column.per_position else 1
+        self.idle = 0
+        self.sampling = self.draws[0]
+        self.next = Change(0, NOTHING, NOTHING, is_last=True) if block == NO_BLOCK else None
+        sampler = self.row.sampler
+        if isinstance(sampler, Sampler):
+            for name, column in sampler.columns.items():
+                size = len(self.row.tokens) if column.per_position else 1
                 self.columns[name] = np.full(size, column.initial)
 
     def take(self, change: Change) -> None:
-        """Take the next listed change, and pass over the steps before it."""
+        """Take a change, and pass over the steps before it."""
         self.frames += change.step - self.step
         self.step = change.step
+        self.columns.update(change.columns)
+        self.idle = 0 if len(change.reveal) or len(change.hide) else self.idle + 1
         self.next = next(self.listed, None)
 
-    def check_idle(self) -> None:
-        """Raise if the sampler does not come to an end."""
-        sampler = self.row.sampler
-        allowed = max(MAX_IDLE_STEPS, len(sampler) if isinstance(sampler, Sized) else 0)
-        if self.idle >= allowed:
-            raise ValueError(
-                f"the sampler {sampler!r} has changed nothing in {allowed} steps: reveal a position, or end the block "
-                "with is_last"
-            )
-
-    def fill(self) -> None:
+    def fill(self, hidden: Positions) -> None:
         """Reveal in the next step what the sampler has left hidden, at noise level 0."""
-        self.sampling = self.last_sampling
-        self.next = Change(self.step, self.hidden, NOTHING, is_last=True)
+        self.sampling = self.draws[1]
+        self.next = Change(self.step, hidden, NOTHING, is_last=True)
 
     def finish(self, tokens: Tensor) -> None:
         """Store the outcome in the row."""
-        self.row.filled = tokens[: len(self.is_hidden)]
+        self.is_done = True
+        self.row.filled = tokens
         self.row.nfe = self.nfe
         self.row.steps = self.frames
+
+
+def enter_blocks(slots: Sequence[Slot], is_hidden: Flags, block_at: Positions) -> None:
+    """Let rows (n, L) enter their next blocks, or none; plans list what they change."""
+    current = np.array([slot.block for slot in slots])[:, None]
+    may_hide = np.array([slot.may_hide for slot in slots])[:, None]
+    is_later = (block_at > current) & (is_hidden | may_hide)
+    block = np.where(is_later, block_at, NO_BLOCK).min(1, initial=NO_BLOCK)
+    is_free = block_at == block[:, None]
+    first_hidden = (is_hidden & is_free).sum(1).tolist()
+    planned: dict[Plan, list[int]] = {}
+    for k, slot in enumerate(slots):
+        slot.enter(int(block[k]), first_hidden[k])
+        if isinstance(slot.row.sampler, Plan) and slot.block != NO_BLOCK:
+            planned.setdefault(slot.row.sampler, []).append(k)
+
+    for plan, members in planned.items():
+        row, position = is_free[members].nonzero()
+        hidden = is_hidden[members][row, position]
+        rows = [(slots[k].row.seed, slots[k].row.number, slots[k].clock) for k in members]
+        changes = list_changes(plan, np.array(rows), row, position, hidden)
+        for k, listed in zip(members, split_changes(changes, len(members)), strict=True):
+            slots[k].listed = listed
+            slots[k].next = next(listed)
 
 
 # The running batch.
@@ -505,25 +458,11 @@ class Group:
 
 
 @dataclass
-class Targets:
-    """Positions of the batch, N in all, as arrays (N,)."""
-
-    row: Positions
-    position: Positions
-
-    @classmethod
-    def collect(cls, positions: Mapping[int, Positions]) -> Self:
-        """Collect positions by row."""
-        counts = [len(x) for x in positions.values()]
-        row = np.repeat(np.array(list(positions), np.int64), counts)
-        return cls(row, np.concatenate(list(positions.values())))
-
-
-@dataclass
 class Drawn:
-    """Tokens that were drawn for some positions."""
+    """Tokens that were drawn for N positions of the batch."""
 
-    targets: Targets
+    row: Positions  # (N,)
+    position: Positions  # (N,)
     tokens: Tensor  # (N,)
     probs: Tensor  # (N,)
 
@@ -537,18 +476,21 @@ class RunningBatch(Generic[R]):
         rows: Iterable[R] = (),
         *,
         banned: Tensor | None = None,  # (kinds, V): tokens that may not be where the kind is
+        keeps_done: bool = False,  # rows that are done stay as they are
     ) -> None:
         self.evaluator = evaluator.open()
         self.device = evaluator.device
         self.banned = None if banned is None else check_banned(banned).to(self.device)
-        self.slots: list[Slot] = []
-        self.params: dict[SamplingParams, SamplingParams] = {}  # one object for equal ones
+        self.keeps_done = keeps_done
         self.rows: list[R] = []
+        self.slots: list[Slot] = []
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=self.device)  # (B, L)
         self.kinds = self.tokens  # (B, L)
         self.is_hidden: Flags = np.zeros((0, 0), bool)  # (B, L), as the two that follow
-        self.is_free: Flags = self.is_hidden
+        self.block_at: Positions = np.zeros((0, 0), np.int64)  # FIXED where nothing changes
         self.last_prob: Numbers = np.zeros((0, 0))
+        self.lengths: Positions = np.zeros(0, np.int64)  # (B,)
+        self.place: Positions = self.lengths  # (B,): among the rows of this step's evaluation
         self.evaluated: list[int] = []  # the rows of this step's evaluation
         self.join(rows)
 
@@ -557,59 +499,43 @@ class RunningBatch(Generic[R]):
         added = list(rows)
         if not added:
             return
-        limit = self.evaluator.max_length
-        for row in added:
-            if len(row.tokens) > limit:
-                raise ValueError(
-                    f"a row has {len(row.tokens)} tokens, this model's rows at most {limit}: shorten it"
-                )
-        slots = [Slot(row, self.evaluator.mask_id, self.params) for row in added]
-        kinds = [torch.zeros_like(x.tokens) if x.row.kinds is None else x.row.kinds for x in slots]
-        width = max(self.tokens.shape[1], max(len(slot.tokens) for slot in slots))
-        tokens = append(self.tokens, stack([slot.tokens for slot in slots], width))
-        self.kinds = append(self.kinds, stack(kinds, width))
-        self.tokens = tokens
+        mask_id = self.evaluator.mask_id
+        lengths = check_lengths(added, self.evaluator.max_length)
+        tokens = pad_sequence([row.tokens.to("cpu", torch.int64) for row in added], True)
+        is_fixed = pad_sequence([find_fixed(row, mask_id) for row in added], True, True).numpy()
+        is_text = np.arange(tokens.shape[1]) < lengths[:, None]
+        is_hidden = ~is_fixed if mask_id is None else (tokens == mask_id).numpy() & is_text
+        check_hidden(added, is_hidden, is_fixed)
+        block_at = number_blocks(added, is_fixed)
+        kinds = [torch.zeros_like(x.tokens) if x.kinds is None else x.kinds for x in added]
+        slots = [Slot(row) for row in added]
+        enter_blocks(slots, is_hidden, block_at)
+
         self.rows = [*self.rows, *added]
         self.slots = [*self.slots, *slots]
-        self._bind()
+        self.tokens = append(self.tokens, tokens)
+        self.kinds = append(self.kinds, pad_sequence(kinds, True))
+        self.is_hidden = append_array(self.is_hidden, is_hidden)
+        self.block_at = append_array(self.block_at, block_at, FIXED)
+        self.last_prob = append_array(self.last_prob, np.zeros(is_hidden.shape))
+        self.lengths = np.concatenate([self.lengths, lengths])
 
     def leave(self, rows: Iterable[R]) -> None:
         """Remove rows."""
         gone = set(rows)
-        kept = [i for i, row in enumerate(self.rows) if row not in gone]
+        kept = np.array([i for i, row in enumerate(self.rows) if row not in gone], np.int64)
         if len(kept) == len(self.rows):
             return
         self.rows = [self.rows[i] for i in kept]
         self.slots = [self.slots[i] for i in kept]
-        width = max((len(slot.tokens) for slot in self.slots), default=0)
-        index = self._send(np.array(kept, np.int64))
+        self.lengths = self.lengths[kept]
+        width = self.lengths.max(initial=0)
+        index = self._send(kept)
         self.tokens = self.tokens[index, :width]
         self.kinds = self.kinds[index, :width]
-        self._bind()
-
-    def _bind(self) -> None:
-        """Give the slots' arrays (L,) a place in arrays (B, L)."""
-        shape = len(self.slots), self.tokens.shape[1]
-        self.is_hidden = np.zeros(shape, bool)
-        self.is_free = np.zeros(shape, bool)
-        self.last_prob = np.zeros(shape)
-        self.lengths = np.array([len(slot.tokens) for slot in self.slots], np.int64)
-        self.hides = any(slot.hides_until for slot in self.slots)
-        self.place = np.zeros(len(self.slots), np.int64)  # among the rows of the last evaluation
-        samplers = [row.sampler for row in self.rows]
-        self.reads_last_prob: Flags = np.array(
-            [isinstance(x, Sampler) and x.reads_last_prob for x in samplers], bool
-        )
-        for i, slot in enumerate(self.slots):
-            length = len(slot.tokens)
-            for name, whole in (
-                ("is_hidden", self.is_hidden),
-                ("is_free", self.is_free),
-                ("last_prob", self.last_prob),
-            ):
-                own = whole[i, :length]
-                own[:] = getattr(slot, name)
-                setattr(slot, name, own)
+        self.is_hidden = self.is_hidden[kept, :width]
+        self.block_at = self.block_at[kept, :width]
+        self.last_prob = self.last_prob[kept, :width]
 
     def _send(self, x: NDArray[Any]) -> Tensor:
         """Copy to the device, to a GPU without waiting; float64 stays on the host where the device has none."""
@@ -631,16 +557,10 @@ class RunningBatch(Generic[R]):
                 changes |= self.choose(group, features)
             drawn = self.draw(changes, features)
         except RowsError:
-            self._forget_evaluation()
+            if self.evaluated:
+                self.evaluator = self.evaluator.open()  # a causal model has read its next tokens
             raise
         return self.write(changes, drawn)
-
-    def _forget_evaluation(self) -> None:
-        """Make the next evaluation the first of this step."""
-        if self.evaluated:
-            self.evaluator = self.evaluator.open()  # a causal model has read its next tokens
-        for i in self.evaluated:
-            self.slots[i].nfe -= 1
 
     # Move.
 
@@ -649,11 +569,12 @@ class RunningBatch(Generic[R]):
         changes: Changes = {}
         called: dict[Sampler, list[int]] = {}
         for i, slot in enumerate(self.slots):
+            if slot.is_done:
+                continue
             if slot.next is None:
                 assert isinstance(slot.row.sampler, Sampler)
-                if slot.idle >= MAX_IDLE_STEPS:
-                    with blame([slot.row]):
-                        slot.check_idle()
+                if slot.idle >= slot.max_idle:
+                    raise RowsError([slot.row], build_idle_error(slot))
                 called.setdefault(slot.row.sampler, []).append(i)
             elif slot.next.step == slot.step or not slot.row.every_step:
                 changes[i] = slot.next  # taken when it is written
@@ -661,60 +582,48 @@ class RunningBatch(Generic[R]):
         for sampler, members in called.items():
             with blame([self.rows[i] for i in members]):
                 group = Group(sampler, members, self._view(sampler, members))
-            if sampler.score is None:
-                with blame([self.rows[i] for i in members]):
+                if sampler.score is None:
                     changes |= self._call(group)
-            else:
-                waiting.append(group)
+                else:
+                    waiting.append(group)
         return changes, waiting
 
     def _view(self, sampler: Sampler, members: list[int]) -> View:
         slots = [self.slots[i] for i in members]
         numbers = [(x.step, x.first_hidden, x.row.seed, x.row.number, x.clock) for x in slots]
-        step, first_hidden, seed, number, clock = torch.from_numpy(np.array(numbers).T.copy())
-        is_free = self.is_free[members]
+        step, first_hidden, seed, number, clock = torch.from_numpy(np.array(numbers)).unbind(1)
+        is_free = self.block_at[members] == np.array([[x.block] for x in slots])
+        last_prob = torch.from_numpy(self.last_prob[members]) if sampler.reads_last_prob else None
         return View(
             step=step,
             is_hidden=torch.from_numpy(self.is_hidden[members] & is_free),
             is_free=torch.from_numpy(is_free),
             first_hidden=first_hidden,
             rng=CounterRng(seed, number, clock),
-            columns=stack_columns(sampler, slots, self.tokens.shape[1]),
-            last_prob=torch.from_numpy(self.last_prob[members])
-            if sampler.reads_last_prob
-            else None,
+            columns=stack_columns(sampler, slots, is_free.shape[1]),
+            last_prob=last_prob,
         )
 
     def _call(self, group: Group) -> Changes:
         """Call a sampler and return the changes of its rows."""
         sampler, view = group.sampler, group.view
         move = sampler.move(view)
-        if move.hide is not None and not sampler.hides_until:
-            raise ValueError(
-                f"the sampler {sampler!r} hides positions but has hides_until = 0: set hides_until to the number of "
-                "a block's first steps that may hide"
-            )
-        if bool((move.reveal & ~view.is_hidden).any()):
-            raise ValueError(
-                f"the sampler {sampler!r} reveals positions that are not hidden: combine with view.is_hidden"
-            )
+        check_move(sampler, view, move)
+        count = len(group.members)
         level = view.noise_level if move.noise_level is None else move.noise_level
         levels = level.tolist()
-        is_last = [None] * len(levels) if move.is_last is None else move.is_last.tolist()
+        is_last = [None] * count if move.is_last is None else move.is_last.tolist()
         reveals = list_positions(move.reveal)
-        hides = [NOTHING] * len(levels) if move.hide is None else list_positions(move.hide)
+        hides = [NOTHING] * count if move.hide is None else list_positions(move.hide)
+        columns = {name: x.double().numpy() for name, x in move.columns.items()}
         u = view.numbers[1].numpy() if "numbers" in vars(view) else None
         changes: Changes = {}
         for k, i in enumerate(group.members):
-            slot = self.slots[i]
-            columns = {
-                name: values[k].double().reshape(-1).numpy()[: len(slot.tokens)]
-                for name, values in move.columns.items()
-            }
+            length = self.lengths[i]
             own = None if u is None else u[k, reveals[k]]
-            changes[i] = Change(
-                slot.step, reveals[k], hides[k], own, levels[k], is_last[k], columns
-            )
+            values = {name: x[k].reshape(-1)[:length] for name, x in columns.items()}
+            step = self.slots[i].step
+            changes[i] = Change(step, reveals[k], hides[k], own, levels[k], is_last[k], values)
         return changes
 
     # Evaluate and choose.
@@ -727,16 +636,15 @@ class RunningBatch(Generic[R]):
         if not levels:
             return None
         members = list(levels)
-        self.place[members] = np.arange(len(members))
         self.evaluated = members
-        for i in members:
-            self.slots[i].nfe += 1
+        self.place = np.zeros(len(self.slots), np.int64)
+        self.place[members] = np.arange(len(members))
         is_whole = members == list(range(len(self.slots)))
-        tokens = self.tokens if is_whole else self.tokens[self._send(np.array(members, np.int64))]
+        tokens = self.tokens if is_whole else self.tokens[self._send(np.array(members))]
         width = tokens.shape[1]
         lengths = self.lengths[members]
         valid = None
-        if (lengths < width).any():
+        if lengths.min() < width:
             valid = torch.from_numpy(np.arange(width) < lengths[:, None])
         level = torch.tensor(list(levels.values()), dtype=torch.float32)
         rows = [self.rows[i] for i in members]
@@ -748,33 +656,32 @@ class RunningBatch(Generic[R]):
         sampler, view = group.sampler, group.view
         assert sampler.score is not None
         member, position = view.is_hidden.numpy().nonzero()
-        targets = Targets(np.array(group.members, np.int64)[member], position)
-        rows = [self.rows[i] for i in group.members]
-        parts = []
-        for _, logits in self.iter_logits(features, targets):
-            with blame(rows):
-                parts.append(sampler.score(logits.float()))
-        with blame(rows):
-            view.scores = torch.zeros(view.is_hidden.shape)
+        row = np.array(group.members)[member]
+        view.scores = torch.zeros(view.is_hidden.shape)
+        with blame([self.rows[i] for i in group.members]):
+            parts = [
+                sampler.score(logits.float())
+                for _, logits in self.iter_logits(features, row, position)
+            ]
             if parts:
-                view.scores[view.is_hidden] = torch.cat(parts).cpu()
+                view.scores[member, position] = torch.cat(parts).cpu()
             return self._call(group)
 
     def iter_logits(
-        self, features: Tensor | None, targets: Targets
+        self, features: Tensor | None, row: Positions, position: Positions
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Map features to logits (n, V) of positions, some at a time; ban tokens."""
+        """Map features to logits (n, V) of positions (N,) of rows (N,), some at a time; ban tokens."""
         if features is None:
-            assert not len(targets.row)
+            assert not len(row)
             return
-        index = self._send(np.stack([self.place[targets.row], targets.position, targets.row]))
+        index = self._send(np.stack([self.place[row], position, row]))
         size = self.evaluator.max_logit_rows
-        for start in range(0, len(targets.row), size):
+        for start in range(0, len(row), size):
             part = slice(start, start + size)
-            place_part, position, row = index[:, part]
-            logits = self.evaluator.logits_at(features[place_part, position])
+            place, column, line = index[:, part]
+            logits = self.evaluator.logits_at(features[place, column])
             if self.banned is not None:
-                banned = self._pad_banned(logits.shape[1])[self.kinds[row, position]]
+                banned = self._pad_banned(logits.shape[1])[self.kinds[line, column]]
                 logits = logits.masked_fill(banned, -torch.inf)
             yield part, logits
 
@@ -791,28 +698,28 @@ class RunningBatch(Generic[R]):
         """Draw the tokens to be revealed: rows of equal parameters together, or those of a row jointly."""
         revealing = {i: change for i, change in changes.items() if len(change.reveal)}
         self._make_numbers(revealing)
-        together: dict[tuple[Any, ...], list[int]] = {}
+        together: dict[tuple[SamplingParams, bool, R | None], list[int]] = {}
         for i in revealing:
-            row = self.rows[i]
-            alone = row if row.draw is not None else None
-            key = (id(self.slots[i].sampling), row.top_logprobs is not None, alone)
+            text = self.rows[i]
+            alone = None if text.draw is None else text
+            key = (self.slots[i].sampling, text.top_logprobs is not None, alone)
             together.setdefault(key, []).append(i)
         drawn = []
-        for (_, has_logprobs, row), members in together.items():
-            sampling = self.slots[members[0]].sampling
-            targets = Targets.collect({i: changes[i].reveal for i in members})
-            u = np.concatenate([changes[i].u for i in members])
-            if row is not None:
-                parts = [self._draw_jointly(members[0], targets, u, features)]
+        for (sampling, has_logprobs, alone), members in together.items():
+            reveal = [changes[i].reveal for i in members]
+            row = np.repeat(members, [len(x) for x in reveal])
+            position = np.concatenate(reveal)
+            u = self._send(np.concatenate([changes[i].u for i in members]))
+            if alone is not None:
+                parts = [self._draw_jointly(members[0], position, u, features)]
             else:
                 parts = []
-                numbers = self._send(u)
-                for part, logits in self.iter_logits(features, targets):
-                    parts.append(draw(logits, numbers[part], sampling))
+                for part, logits in self.iter_logits(features, row, position):
+                    parts.append(draw(logits, u[part], sampling))
                     if has_logprobs:
-                        self._record_logprobs(logits, parts[-1].tokens, targets, part)
-            tokens = torch.cat([part.tokens for part in parts])
-            drawn.append(Drawn(targets, tokens, torch.cat([part.probs for part in parts])))
+                        self._record_logprobs(logits, parts[-1].tokens, row[part], position[part])
+            tokens, probs = (torch.cat(x) for x in zip(*parts, strict=True))
+            drawn.append(Drawn(row, position, tokens, probs))
         return drawn
 
     def _make_numbers(self, changes: Changes) -> None:
@@ -823,127 +730,133 @@ class RunningBatch(Generic[R]):
         slots = [self.slots[i] for i in missing]
         counts = [len(change.reveal) for change in missing.values()]
         keys = np.array([(slot.row.seed, slot.row.number, slot.clock) for slot in slots])
-        seed, number, clock = np.repeat(keys, counts, axis=0).view(np.uint64).T
-        position = np.concatenate([x.reveal for x in missing.values()]).view(np.uint64)
-        _, u = make_numbers([seed, number, clock, position], Purpose.SAMPLE)
-        end = 0
-        for change, count in zip(missing.values(), counts, strict=True):
-            change.u = u[end : end + count]
-            end += count
+        position = np.concatenate([change.reveal for change in missing.values()])
+        words = [*np.repeat(keys, counts, axis=0).T, position]
+        _, u = make_numbers([x.view(np.uint64) for x in words], Purpose.SAMPLE)
+        ends = np.cumsum(counts)
+        for change, own in zip(missing.values(), np.split(u, ends[:-1]), strict=True):
+            change.u = own
 
     def _draw_jointly(
-        self, i: int, targets: Targets, u: Numbers, features: Tensor | None
+        self, i: int, reveal: Positions, u: Tensor, features: Tensor | None
     ) -> DrawnTokens:
-        row, slot = self.rows[i], self.slots[i]
+        row = self.rows[i]
         assert row.draw is not None
-        hidden = slot.is_hidden.nonzero()[0]
-        parts = self.iter_logits(features, Targets.collect({i: hidden}))
+        hidden = self.is_hidden[i].nonzero()[0]
+        parts = self.iter_logits(features, np.full(len(hidden), i), hidden)
         logits = torch.cat([part for _, part in parts])
         with blame([row]):
             return row.draw(
-                tokens=self.tokens[i, : len(slot.tokens)],
+                tokens=self.tokens[i, : len(row.tokens)],
                 hidden=self._send(hidden),
                 logits=logits,
-                reveal=self._send(targets.position),
-                u=self._send(u),
-                sampling=slot.sampling,
+                reveal=self._send(reveal),
+                u=u,
+                sampling=self.slots[i].sampling,
             )
 
     def _record_logprobs(
-        self, logits: Tensor, tokens: Tensor, targets: Targets, part: slice
+        self, logits: Tensor, tokens: Tensor, row: Positions, position: Positions
     ) -> None:
         """Record the log-probabilities of drawn tokens (n,) in their rows."""
-        rows = targets.row[part].tolist()
-        width = max(self.rows[i].top_logprobs or 0 for i in rows)
+        rows = [self.rows[i] for i in row]
+        width = max(each.top_logprobs or 0 for each in rows)
         logprobs = logits.float().log_softmax(-1)
         own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
         top = logprobs.topk(width, -1)
-        for i, position, logprob, values, ids in zip(
-            rows, targets.position[part].tolist(), own, top.values.tolist(), top.indices.tolist()
+        for each, where, logprob, values, ids in zip(
+            rows, position.tolist(), own, top.values.tolist(), top.indices.tolist()
         ):
-            row = self.rows[i]
-            best = dict(zip(ids[: row.top_logprobs], values, strict=False))
+            best = dict(zip(ids[: each.top_logprobs], values, strict=False))
             possible = {token: value for token, value in best.items() if value > -np.inf}
-            row.logprobs[position] = TokenLogprob(logprob, possible)
+            each.logprobs[where] = TokenLogprob(logprob, possible)
 
     def write(self, changes: Changes, drawn: list[Drawn]) -> Frame[R]:
         """Write what changes, return the frame, and move on the rows whose block is over."""
-        for i, change in changes.items():
-            slot = self.slots[i]
-            if slot.next is change:
-                slot.take(change)
-            if change.columns:
-                slot.columns |= change.columns
-            slot.idle = 0 if len(change.reveal) or len(change.hide) else slot.idle + 1
-        before = self.is_hidden.copy()
+        before = self.is_hidden
         self.write_tokens(changes, drawn)
+        for i in self.evaluated:
+            self.slots[i].nfe += 1
+        for i, change in changes.items():
+            self.slots[i].take(change)
         for slot in self.slots:
-            slot.step += 1
-            slot.frames += 1
-            if slot.step >= slot.hides_until:
-                slot.first_open = slot.block_end
-        is_hidden = self.is_hidden.copy()
-        frame = Frame(
-            rows=self.rows,
-            tokens=self.tokens,
-            is_hidden=torch.from_numpy(is_hidden),
-            changed=torch.from_numpy(is_hidden ^ before),
-            step=[slot.frames for slot in self.slots],
-            nfe=[slot.nfe for slot in self.slots],
-            settled=self.count_settled(),
-            is_done=self._end_blocks(changes),
-        )
-        if any(frame.is_done):
-            self.leave(compress(frame.rows, frame.is_done))
+            if not slot.is_done:
+                slot.step += 1
+                slot.frames += 1
+        settled = self.count_settled()
+        self._end_blocks(changes)
+        frame = self.show(before, settled)
+        done = [row for row, is_done in zip(frame.rows, frame.is_done, strict=True) if is_done]
+        if done and not self.keeps_done:
+            self.leave(done)
         return frame
 
+    def show(self, before: Flags, settled: list[int]) -> Frame[R]:
+        """Return the frame of the batch, which was hidden as `before`."""
+        return Frame(
+            rows=self.rows,
+            tokens=self.tokens,
+            is_hidden=torch.from_numpy(self.is_hidden),
+            changed=torch.from_numpy(self.is_hidden ^ before),
+            step=[slot.frames for slot in self.slots],
+            nfe=[slot.nfe for slot in self.slots],
+            settled=settled,
+            is_done=[slot.is_done for slot in self.slots],
+        )
+
     def write_tokens(self, changes: Changes, drawn: list[Drawn]) -> None:
-        """Write drawn tokens, and the mask where a token is hidden again, into a copy: frames keep theirs."""
+        """Write drawn tokens, and the mask where a token is hidden again, into copies: frames keep theirs."""
+        self.is_hidden = self.is_hidden.copy()
         width = self.tokens.shape[1]
-        shown = [each.targets.row * width + each.targets.position for each in drawn]
-        masked = [i * width + x.hide for i, x in changes.items() if len(x.hide)]
-        values = [each.tokens for each in drawn]
-        flat_hidden = self.is_hidden.reshape(-1)
-        for where in shown:
-            flat_hidden[where] = False
-        if masked:
-            assert self.evaluator.mask_id is not None
-            where = np.concatenate(masked)
-            flat_hidden[where] = True
-            values.append(self.tokens.new_full((len(where),), self.evaluator.mask_id))
+        where = []
+        values = []
+        for each in drawn:
+            self.is_hidden[each.row, each.position] = False
+            where.append(each.row * width + each.position)
+            values.append(each.tokens)
+            is_read = np.array([self.rows[i].sampler.reads_last_prob for i in each.row])
+            if is_read.any():
+                row, position = each.row[is_read], each.position[is_read]
+                self.last_prob[row, position] = each.probs.cpu().numpy()[is_read]
+        for i, change in changes.items():
+            if len(change.hide):
+                assert self.evaluator.mask_id is not None
+                self.is_hidden[i, change.hide] = True
+                where.append(i * width + change.hide)
+                values.append(self.tokens.new_full((len(change.hide),), self.evaluator.mask_id))
         if values:
-            index = self._send(np.concatenate([*shown, *masked]))
+            index = self._send(np.concatenate(where))
             flat = self.tokens.flatten().index_copy(0, index, torch.cat(values))
             self.tokens = flat.view(self.tokens.shape)
-        for each in drawn if self.reads_last_prob.any() else ():
-            is_read = self.reads_last_prob[each.targets.row]
-            if is_read.any():
-                row, position = each.targets.row[is_read], each.targets.position[is_read]
-                self.last_prob[row, position] = each.probs.cpu().numpy()[is_read]
 
     def count_settled(self) -> list[int]:
         """Count the leading positions of each row that can no longer change."""
-        first = np.where(self.is_hidden.any(1), self.is_hidden.argmax(1), self.lengths).tolist()
-        if not self.hides:
-            return first
-        return [min(x, slot.first_open) for x, slot in zip(first, self.slots, strict=True)]
+        is_open = self.is_hidden
+        if any(slot.row.sampler.hides_until for slot in self.slots):
+            first = np.array([slot.first_open_block for slot in self.slots])
+            is_open = is_open | (self.block_at >= first[:, None])
+        return np.where(is_open.any(1), is_open.argmax(1), self.lengths).tolist()
 
-    def _end_blocks(self, changes: Changes) -> list[bool]:
-        """Move on the rows whose block is over; return which rows are done."""
-        is_done = [False] * len(self.slots)
+    def _end_blocks(self, changes: Changes) -> None:
+        """Fill what is left of blocks that are over, or move their rows on."""
         ending = [i for i, change in changes.items() if change.is_last is not False]
-        left: Flags = np.any(self.is_hidden[ending] & self.is_free[ending], axis=1)
-        for i, is_left in zip(ending, left, strict=True):
-            slot = self.slots[i]
-            if is_left:
-                if changes[i].is_last:
-                    slot.fill()
-            elif slot.blocks:
-                slot.enter_block()
-            else:
-                slot.finish(self.tokens[i])
-                is_done[i] = True
-        return is_done
+        if not ending:
+            return
+        blocks = np.array([[self.slots[i].block] for i in ending])
+        left = self.is_hidden[ending] & (self.block_at[ending] == blocks)
+        over = []
+        for i, is_left, own in zip(ending, left.any(1).tolist(), left, strict=True):
+            if not is_left:
+                over.append(i)
+            elif changes[i].is_last:
+                self.slots[i].fill(own.nonzero()[0])
+        if not over:
+            return
+        slots = [self.slots[i] for i in over]
+        enter_blocks(slots, self.is_hidden[over], self.block_at[over])
+        for i, slot in zip(over, slots, strict=True):
+            if slot.block == NO_BLOCK:
+                slot.finish(self.tokens[i, : self.lengths[i]])
 
 
 def sample(
@@ -953,6 +866,18 @@ def sample(
     running = RunningBatch(evaluator, rows, banned=banned)
     while running.rows:
         yield take_step(running)
+
+
+def sample_together(
+    evaluator: Evaluator, rows: Iterable[R], *, banned: Tensor | None = None
+) -> Iterator[Frame[R]]:
+    """Sample rows and yield frames of all of them, those that are done too; the first is before the first step."""
+    running = RunningBatch(evaluator, rows, banned=banned, keeps_done=True)
+    frame = running.show(running.is_hidden, running.count_settled())
+    yield frame
+    while not all(frame.is_done):
+        frame = take_step(running)
+        yield frame
 
 
 def take_step(running: RunningBatch[R]) -> Frame[R]:
@@ -974,54 +899,66 @@ def fill_rows(
     return [tokens for tokens in filled if tokens is not None]
 
 
-def sample_together(
-    evaluator: Evaluator, rows: Iterable[R], *, banned: Tensor | None = None
-) -> Iterator[Frame[R]]:
-    """Sample rows and yield frames of all of them, those that are done too; the first is before the first step."""
-    running = RunningBatch(evaluator, rows, banned=banned)
-    count = len(running.rows)
-    is_hidden = torch.from_numpy(running.is_hidden.copy())
-    frame = Frame(
-        rows=running.rows,
-        tokens=running.tokens,
-        is_hidden=is_hidden,
-        changed=torch.zeros_like(is_hidden),
-        step=[0] * count,
-        nfe=[0] * count,
-        settled=running.count_settled(),
-        is_done=[False] * count,
-    )
-    yield frame
-    while running.rows:
-        frame = update_frame(frame, take_step(running))
-        yield frame
+# What comes from outside.
 
 
-def update_frame(old: Frame[R], new: Frame[R]) -> Frame[R]:
-    """Return the frame of all rows of an old one, some of which are in the new frame while the others are done."""
-    place_of = {row: i for i, row in enumerate(old.rows)}
-    places = [place_of[row] for row in new.rows]
-    index = torch.tensor(places)
-    width = new.tokens.shape[1]
-    frame = replace(
-        old,
-        tokens=old.tokens.clone(),
-        is_hidden=old.is_hidden.clone(),
-        changed=torch.zeros_like(old.changed),
-        step=list(old.step),
-        nfe=list(old.nfe),
-        settled=list(old.settled),
-        is_done=list(old.is_done),
+def check_lengths(rows: Sequence[Row], limit: int) -> Positions:
+    """Return the rows' numbers of tokens, at most `limit`."""
+    lengths = np.array([len(row.tokens) for row in rows])
+    if lengths.max() > limit:
+        raise ValueError(
+            f"a row has {lengths.max()} tokens, this model's rows at most {limit}: shorten it"
+        )
+    return lengths
+
+
+def find_fixed(row: Row, mask_id: int | None) -> Tensor:
+    """Return which positions (L,) of a row never change."""
+    if mask_id is not None:
+        return (row.tokens != mask_id if row.is_fixed is None else row.is_fixed).cpu()
+    if row.is_fixed is None:
+        raise ValueError(
+            "is_fixed is None: a causal model has no mask token, so say which tokens are given"
+        )
+    if len(row.is_fixed) and not bool(row.is_fixed[0]):
+        raise ValueError(
+            "position 0 of every row must be fixed for a causal model: a BOS token, for example"
+        )
+    return row.is_fixed.cpu()
+
+
+def check_hidden(rows: Sequence[Row], is_hidden: Flags, is_fixed: Flags) -> None:
+    """Raise for rows (n, L) with hidden positions that are fixed."""
+    wrong, positions = (is_hidden & is_fixed).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"row {rows[wrong[0]].number}, position {positions[0]} is fixed but holds the mask token: fixed tokens "
+            "must be text"
+        )
+
+
+def check_move(sampler: Sampler, view: View, move: Move) -> None:
+    """Raise for what a sampler may not change."""
+    if bool((move.reveal & ~view.is_hidden).any()):
+        raise ValueError(
+            f"the sampler {sampler!r} reveals positions that are not hidden: combine with view.is_hidden"
+        )
+    if move.hide is None:
+        return
+    is_late = view.step >= sampler.hides_until
+    if not sampler.hides_until or bool((move.hide & is_late[:, None]).any()):
+        raise ValueError(
+            f"the sampler {sampler!r} hides positions in step {int(view.step.max())} of a block but has hides_until = "
+            f"{sampler.hides_until}: set hides_until to the number of a block's first steps that may hide"
+        )
+
+
+def build_idle_error(slot: Slot) -> ValueError:
+    """Return the error of a sampler that does not come to an end."""
+    return ValueError(
+        f"the sampler {slot.row.sampler!r} has changed nothing in {slot.max_idle} steps: reveal a position, or end the "
+        "block with is_last"
     )
-    frame.tokens[index.to(old.tokens.device), :width] = new.tokens
-    frame.is_hidden[index, :width] = new.is_hidden
-    frame.changed[index, :width] = new.changed
-    for k, i in enumerate(places):
-        frame.step[i] = new.step[k]
-        frame.nfe[i] = new.nfe[k]
-        frame.settled[i] = new.settled[k]
-        frame.is_done[i] = new.is_done[k]
-    return frame
 
 
 def check_banned(banned: Tensor) -> Tensor:
@@ -1032,29 +969,41 @@ def check_banned(banned: Tensor) -> Tensor:
     return banned
 
 
+# Arrays.
+
+
+def number_blocks(rows: Sequence[Row], is_fixed: Flags) -> Positions:
+    """Return the block of each position (n, L) that may change; FIXED for the others."""
+    width = max(1, is_fixed.shape[1])
+    size = np.array([min(row.block or width, width) for row in rows])
+    return np.where(is_fixed, FIXED, np.arange(is_fixed.shape[1]) // size[:, None])
+
+
+def append(old: Tensor, new: Tensor, value: int = 0) -> Tensor:
+    """Append rows to a tensor (n, L), both padded to the wider."""
+    width = max(old.shape[1], new.shape[1])
+    padded = [F.pad(x, (0, width - x.shape[1]), value=value) for x in (old, new.to(old.device))]
+    return torch.cat(padded)
+
+
+def append_array(old: Array, new: Array, value: int = 0) -> Array:
+    """Append rows to an array (n, L), both padded to the wider."""
+    return append(torch.from_numpy(old), torch.from_numpy(new), value).numpy()
+
+
 def list_positions(flags: Tensor) -> list[Positions]:
     """Return the positions of each row (n, L) where a flag is set."""
-    array = flags.numpy()
-    ends = array.sum(1).cumsum().tolist()
-    positions = array.nonzero()[1]
-    return [positions[start:end] for start, end in pairwise([0, *ends])]
-
-
-def stack(rows: Sequence[Tensor], width: int | None = None) -> Tensor:
-    """Stack tensors (L,) to one (n, width), padded with zeros."""
-    width = max(len(row) for row in rows) if width is None else width
-    return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
-
-
-def append(old: Tensor, new: Tensor) -> Tensor:
-    """Append rows to a tensor (n, L), which is padded with zeros to their width."""
-    return torch.cat([F.pad(old, (0, new.shape[1] - old.shape[1])), new.to(old.device)])
+    row, position = flags.numpy().nonzero()
+    ends = row.searchsorted(np.arange(1, len(flags)))
+    return np.split(position, ends)
 
 
 def stack_columns(sampler: Sampler, slots: Sequence[Slot], width: int) -> dict[str, Tensor]:
     """Stack the columns of a sampler's rows to tensors (n,) or (n, L)."""
     columns = {}
     for name, column in sampler.columns.items():
-        values = [torch.from_numpy(slot.columns[name]) for slot in slots]
-        columns[name] = stack(values, width) if column.per_position else torch.cat(values)
+        values = np.zeros((len(slots), width if column.per_position else 1))
+        for own, slot in zip(values, slots, strict=True):
+            own[: len(slot.columns[name])] = slot.columns[name]
+        columns[name] = torch.from_numpy(values if column.per_position else values[:, 0])
     return columns

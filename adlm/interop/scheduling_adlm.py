@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.samplers import choose_sampler, takes_steps
-from adlm.diffusion.sampling import Frame, Row, count_hiding_steps, sample_together
+from adlm.diffusion.sampling import Frame, Row, sample_together
 from adlm.settings import DEFAULT_SAMPLER, SamplingSettings
 
 BLOCK_STRIDE = 1 << 32  # between the seeds of two blocks
@@ -116,7 +116,7 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         is_changed, is_masked = tokens != sample, tokens == mask_token_id
         shown, hidden = is_changed & ~is_masked, is_changed & is_masked
         is_over = not bool((frame.is_hidden & self.is_free).any())
-        is_over &= count_hiding_steps(self.sampler) <= self.steps_done
+        is_over &= self.sampler.hides_until <= self.steps_done
         self.frames = None if is_over else self.frames
         probs = model_output.float().softmax(-1).gather(-1, tokens[..., None])[..., 0]
         output: Any = (tokens, shown, hidden, tokens, probs, model_output)

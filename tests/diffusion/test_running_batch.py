@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from adlm.diffusion import plans, samplers
 from adlm.diffusion.categorical import DrawnTokens, SamplingParams
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.sampling import (
+    MAX_BLOCK_STEPS,
     Column,
     Move,
     Row,
@@ -288,11 +290,14 @@ def test_a_sampler_has_columns_of_its_own():
 def list_moves(row):
     """List (step, revealed, hidden again) of a row's plan before any evaluation, with the fill at its end."""
     is_hidden, moves, passed = (row.tokens == MASK).numpy(), [], 0
-    block_at = number_blocks(len(row.tokens), row.block, ~is_hidden)
+    (block_at,) = number_blocks([row], ~is_hidden[None])
     for block in sorted(set(block_at[is_hidden].tolist())):
         free = (block_at == block).nonzero()[0]
-        hidden, key = set(free.tolist()), {"seed": row.seed, "number": row.number, "block": block}
-        for change in list_changes(row.sampler, free, is_hidden[free], **key):
+        hidden = set(free.tolist())
+        keys = np.array([(row.seed, row.number, block * MAX_BLOCK_STEPS)])
+        for _, change in list_changes(
+            row.sampler, keys, np.zeros_like(free), free, is_hidden[free]
+        ):
             reveal, hide = set(change.reveal.tolist()), set(change.hide.tolist())
             hidden = (hidden | hide) - reveal
             moves.append((passed + change.step + 1, reveal, hide))

@@ -160,6 +160,11 @@ FAULTS = (
                 "own[:] = getattr(slot, name)",
                 'own[:] = 0 if name == "last_prob" else getattr(slot, name)',
             ),
+            Patch(
+                SAMPLING,
+                "self.last_prob = append_array(self.last_prob, ",
+                "self.last_prob = append_array(0 * self.last_prob, ",
+            ),
         ),
         (BATCH,),
     ),
@@ -344,6 +349,11 @@ FAULTS = (
                 "if slot.step >= slot.hides_until:",
                 "if slot.step >= slot.hides_until - 4:",
             ),
+            Patch(
+                SAMPLING,
+                "self.block + (self.step >= hides_until) if",
+                "self.block + (self.step >= hides_until - 4) if",
+            ),
         ),
         (BATCH,),
     ),
@@ -374,6 +384,11 @@ FAULTS = (
             Patch(
                 SAMPLING,
                 "for i in members:\n            self.slots[i].nfe += 1",
+                "for i in range(len(self.slots)):\n            self.slots[i].nfe += 1",
+            ),
+            Patch(
+                SAMPLING,
+                "for i in self.evaluated:\n            self.slots[i].nfe += 1",
                 "for i in range(len(self.slots)):\n            self.slots[i].nfe += 1",
             ),
         ),
