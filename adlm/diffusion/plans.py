@@ -52,8 +52,19 @@ class Plan(BuiltSampler):
     alpha_s: Tensor
     remask_prob: Tensor
     noise_level: Tensor
-    nucleus: bool = True  # whether top-p applies
+    nucleus: bool = True  # whether top-k, top-p and min-p apply, not the temperature alone
     fill_argmax: bool = False  # compat: what is left hidden by argmax, and the lineage's nucleus
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and other._content == self._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    @cached_property
+    def _content(self) -> tuple[object, ...]:
+        values = (getattr(self, column.name) for column in fields(self))
+        return tuple(x.numpy().tobytes() if isinstance(x, Tensor) else x for x in values)
 
     @cached_property
     def reveal_prob(self) -> Tensor:

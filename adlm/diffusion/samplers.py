@@ -154,14 +154,12 @@ class RemaskByConfidence(Sampler):
         self.hides_until = plan.hides_until
         self.nucleus = plan.nucleus
         self.fill_argmax = plan.fill_argmax
-        columns = (plan.alpha_t, plan.alpha_s, plan.remask_prob, plan.noise_level)
-        self.table = tuple(column.numpy().tobytes() for column in columns)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemaskByConfidence) and other.table == self.table
+        return isinstance(other, RemaskByConfidence) and other.plan == self.plan
 
     def __hash__(self) -> int:
-        return hash(self.table)
+        return hash(self.plan)
 
     def __len__(self) -> int:
         return len(self.plan)

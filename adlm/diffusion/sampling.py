@@ -119,7 +119,7 @@ class Sampler(BuiltSampler):
     score: ScoreFn | None = None  # of hidden positions: the network runs before the move
     reads_last_prob: bool = False
     hides_until: int = 0  # first steps of a block that may hide again; 0: what is revealed stays
-    nucleus: bool = True  # whether top-p applies
+    nucleus: bool = True  # whether top-k, top-p and min-p apply, not the temperature alone
     fill_argmax: bool = False  # compat: what is left hidden by argmax, and the lineage's nucleus
 
     @property
@@ -342,7 +342,7 @@ def choose_sampling(
 ) -> tuple[SamplingParams, SamplingParams]:
     """Return how a sampler's tokens are drawn, and those that it has left hidden at its end."""
     if not nucleus:
-        sampling = replace(sampling, top_p=1.0)
+        sampling = replace(sampling, top_k=None, top_p=1.0, min_p=0.0)
     if not fill_argmax:
         return sampling, sampling
     sampling = replace(sampling, nucleus="lineage")  # compat
@@ -485,8 +485,8 @@ class RunningBatch(Generic[R]):
         self.rows: list[R] = []
         self.slots: list[Slot] = []
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=self.device)  # (B, L)
-        self.kinds = self.tokens  # (B, L)
-        self.is_hidden: Flags = np.zeros((0, 0), bool)  # (B, L), as the two that follow
+        self.is_hidden: Flags = np.zeros((0, 0), bool)  # (B, L), as the three that follow
+        self.kinds: Positions = np.zeros((0, 0), np.int64)
         self.block_at: Positions = np.zeros((0, 0), np.int64)  # FIXED where nothing changes
         self.last_prob: Numbers = np.zeros((0, 0))
         self.lengths: Positions = np.zeros(0, np.int64)  # (B,)
@@ -514,8 +514,8 @@ class RunningBatch(Generic[R]):
         self.rows = [*self.rows, *added]
         self.slots = [*self.slots, *slots]
         self.tokens = append(self.tokens, tokens)
-        self.kinds = append(self.kinds, pad_sequence(kinds, True))
         self.is_hidden = append_array(self.is_hidden, is_hidden)
+        self.kinds = append_array(self.kinds, pad_sequence(kinds, True).numpy())
         self.block_at = append_array(self.block_at, block_at, FIXED)
         self.last_prob = append_array(self.last_prob, np.zeros(is_hidden.shape))
         self.lengths = np.concatenate([self.lengths, lengths])
@@ -532,8 +532,8 @@ class RunningBatch(Generic[R]):
         width = self.lengths.max(initial=0)
         index = self._send(kept)
         self.tokens = self.tokens[index, :width]
-        self.kinds = self.kinds[index, :width]
         self.is_hidden = self.is_hidden[kept, :width]
+        self.kinds = self.kinds[kept, :width]
         self.block_at = self.block_at[kept, :width]
         self.last_prob = self.last_prob[kept, :width]
 
@@ -674,14 +674,14 @@ class RunningBatch(Generic[R]):
         if features is None:
             assert not len(row)
             return
-        index = self._send(np.stack([self.place[row], position, row]))
+        index = self._send(np.array([self.place[row], position, self.kinds[row, position]]))
         size = self.evaluator.max_logit_rows
         for start in range(0, len(row), size):
             part = slice(start, start + size)
-            place, column, line = index[:, part]
+            place, column, kind = index[:, part].unbind()
             logits = self.evaluator.logits_at(features[place, column])
             if self.banned is not None:
-                banned = self._pad_banned(logits.shape[1])[self.kinds[line, column]]
+                banned = self._pad_banned(logits.shape[1]).index_select(0, kind)
                 logits = logits.masked_fill(banned, -torch.inf)
             yield part, logits
 
