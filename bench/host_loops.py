@@ -103,12 +103,11 @@ class NullNetwork:
         return limits
 
 
-def sample_in_one_loop(network: NullNetwork, request: Any, *, is_served: bool) -> Timing:
+def sample_in_one_loop(network: NullNetwork, rows: Any, *, is_served: bool) -> Timing:
     """Sample with the loop of adlm/diffusion/sampling.py."""
     sampling = import_module("adlm.diffusion.sampling")
     templates = import_module("adlm.text.templates")
-    rows = request.build_rows()
-    banned = templates.classify_tokens(request.layouts[0].tokenizer).banned
+    banned = templates.classify_tokens(rows[0].layout.tokenizer).banned
     frames = 0
     began = time.process_time()
     for _ in sampling.sample(network, rows, banned=banned):
@@ -164,8 +163,9 @@ def main() -> None:
         for line in sys.stdin:
             case = CASES[int(line)]
             settings = name_options({**case.settings, "top_p": 1.0, "n": case.rows, "seed": 0})
-            request = lm.build_request("", max_new_tokens=case.length, **settings)
-            timing = run(network, request, is_served=case.is_served)
+            name = "layout_rows" if hasattr(lm, "layout_rows") else "build_request"
+            rows = getattr(lm, name)("", max_new_tokens=case.length, **settings)
+            timing = run(network, rows, is_served=case.is_served)
             print(json.dumps(asdict(timing)), flush=True)
 
 

@@ -13,6 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ import torch
 from adlm.bundled import DEFAULT
 from adlm.data.tokenizers import load_tokenizer
 from adlm.models.folder import LoadedModel
-from adlm.serve.engine import Engine, EngineLimits, generate_rows
-from adlm.text.generation import GenerationRequest, TextRow
+from adlm.serve.engine import Engine, EngineLimits, fill_rows
+from adlm.text.generation import TextRow
 from adlm.text.lm import LM, load
 from bench.setting import (
     SIZES,
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
     import httpx
 
 
-async def run_requests(engine: Engine, requests: list[GenerationRequest]) -> list[TextRow]:
-    """Submit all requests at once and return their rows."""
-    rows = await asyncio.gather(*(generate_rows(engine, request) for request in requests))
-    return [row for each in rows for row in each]
+async def run_requests(engine: Engine, requests: list[list[TextRow]]) -> list[TextRow]:
+    """Submit all requests at once and return their rows, which are sampled."""
+    own = [[replace(row) for row in rows] for rows in requests]
+    await asyncio.gather(*(fill_rows(engine, rows) for rows in own))
+    return [row for rows in own for row in rows]
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def measure_clients(args: argparse.Namespace) -> None:
     settings = {"max_new_tokens": args.tokens, "steps": args.steps}
     body = {"max_tokens": args.tokens, "steps": args.steps, "seed": 0, "echo": True}
     expected = lm.generate(prompts, batch=1, **settings).texts  # every text alone
-    requests = [lm.build_request(prompt, **settings) for prompt in prompts]
+    requests = [lm.layout_rows(prompt, **settings) for prompt in prompts]
     seconds: dict[str, list[float]] = {"offline": [], "engine": [], "HTTP": []}
     cpu_seconds: dict[str, list[float]] = {kind: [] for kind in seconds}
     wrong = dict.fromkeys(seconds, 0)
@@ -204,7 +206,7 @@ def measure_engine(args: argparse.Namespace) -> None:
     ) -> tuple[float, list[list[int]]]:
         """Return the seconds and the tokens of some requests."""
         requests = [
-            lm.build_request(
+            lm.layout_rows(
                 length=min(length, lm.row_format.longest),
                 seed=seed,
                 steps=steps,

@@ -129,7 +129,7 @@ WAYS = (
             Stop("SamplingSettings.parse", "checked once", GRAY),
             Stop("layout_prompt", "given text and holes", YELLOW),
             Stop("choose_sampler", "a plan, or an object", BLUE),
-            Stop("build_rows", "a TextRow for each text", YELLOW),
+            Stop("layout_rows", "a TextRow for each text", YELLOW),
             Stop("sample", "a Frame for each step", BLUE),
             Stop("TextRow.text", "a done row to text", YELLOW),
             Stop("GenerationOutput", "texts, NFE, settings", YELLOW),
@@ -139,7 +139,7 @@ WAYS = (
         "3  A request to a text",
         (
             Stop("CompletionBody", "JSON to settings", GRAY),
-            Stop("LM.build_request", "the layouts of way 2", YELLOW),
+            Stop("LM.layout_rows", "the rows of way 2", YELLOW),
             Stop("Engine.submit", "TextRows of a Ticket", GRAY),
             Stop("RunningBatch.join", "among other rows", BLUE),
             Stop("RunningBatch.step", "a Frame for each step", BLUE),

@@ -347,21 +347,22 @@ def test_a_running_batch_with_joins_reads_tokens_late_and_whole():
     """The server's texts on a GPU are those of `generate` where every evaluation has the same shape."""
     import asyncio
 
-    from adlm.serve.engine import Engine, EngineLimits, generate_rows
+    from adlm.serve.engine import Engine, EngineLimits, fill_rows
 
     lm = adlm.load(device="cuda", deterministic=True)
     requests = [
-        lm.build_request("The old man ", length=40 + seed, seed=seed, steps=12 + seed)
+        lm.layout_rows("The old man ", length=40 + seed, seed=seed, steps=12 + seed)
         for seed in range(6)
     ]
 
+    offline = [lm.fill_rows([replace(row) for row in rows]).texts[0] for rows in requests]
+
     async def run(engine):
-        rows = await asyncio.gather(*(generate_rows(engine, request) for request in requests))
-        return [row.text for each in rows for row in each]
+        await asyncio.gather(*(fill_rows(engine, rows) for rows in requests))
 
     with Engine(lm, EngineLimits(max_rows=4)) as engine:
-        served = asyncio.run(run(engine))
-    assert served == [lm.run_request(request).texts[0] for request in requests]
+        asyncio.run(run(engine))
+    assert [row.text for (row,) in requests] == offline
 
 
 def test_prompts_are_kept():

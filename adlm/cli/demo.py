@@ -93,18 +93,14 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
 
     console.print("\n[bold]2 · Generate.[/] All tokens of a text are denoised together:")
     settings: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS, "top_p": TOP_P}
-    request, sampling_began = lm.build_request(PROMPT, **settings), time.perf_counter()
-    frames = (step.trajectory_frame() for step in lm.stream_request(request, guesses=3))
-    title, pause = (
-        f"{lm.name} · {request.description['sampler']}",
-        PAUSE if console.is_terminal else 0,
-    )
-    (seen,) = watch([frames], [title], console, steps=[request.steps], pause=pause)
-    trajectories = [
-        lm.build_trajectory(
-            seen, request, title=title, seconds=time.perf_counter() - sampling_began
-        )
-    ]
+    rows = lm.layout_rows(PROMPT, **settings)
+    title = f"{lm.name} · {rows[0].settings.sampler}"
+    sampling_began = time.perf_counter()
+    frames = (step.trajectory_frame() for step in lm.stream_rows(rows, guesses=3))
+    pause = PAUSE if console.is_terminal else 0
+    (seen,) = watch([frames], [title], console, steps=[rows[0].planned_steps], pause=pause)
+    sampling_seconds = time.perf_counter() - sampling_began
+    trajectories = [lm.build_trajectory(seen, rows, title=title, seconds=sampling_seconds)]
 
     make_folder(out)
     trajectories.append(

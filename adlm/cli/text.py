@@ -20,7 +20,7 @@ from adlm.settings import SamplingSettings
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
-    from adlm.text.generation import GenerationRequest, TextRow
+    from adlm.text.generation import TextRow
     from adlm.text.lm import LM, GenerationOutput
     from adlm.view.trajectory import TrajectoryFrame
 
@@ -90,40 +90,42 @@ def read_stdin(texts: Sequence[str]) -> list[str]:
 
 @dataclass
 class GenerationRun:
-    """One model with one request: the first text step by step where it is shown, the others in batches."""
+    """Texts of one model: the first step by step where it is shown, the others in batches."""
 
     lm: LM
-    request: GenerationRequest
+    rows: list[TextRow]
     title: str
     frames: list[TrajectoryFrame] = field(default_factory=list)
-    rows: list[TextRow] = field(default_factory=list)
     seconds: float = 0.0  # of sampling, without drawing and pauses
     output: GenerationOutput = field(init=False)
 
     def stream_first(self, guesses: int) -> Iterator[TrajectoryFrame]:
         """Sample the first text and yield its frames."""
         began = time.perf_counter()
-        for step in self.lm.stream_request(self.request, guesses, count=1):
+        for step in self.lm.stream_rows(self.rows[:1], guesses):
             self.frames.append(step.trajectory_frame())
             self.seconds += time.perf_counter() - began
             yield self.frames[-1]
             began = time.perf_counter()
-        self.rows.append(step.frame.rows[0])
 
     def finish(self) -> None:
         """Sample the texts that are left, in batches."""
         from adlm.text.lm import GenerationOutput
 
-        rest = self.lm.run_request(self.request, start=len(self.rows))
-        self.output = GenerationOutput(
-            self.rows + rest.rows, self.seconds + rest.seconds, rest.settings
-        )
+        rest = [row for row in self.rows if row.filled is None]
+        if len(rest) == len(self.rows):
+            self.output = self.lm.fill_rows(rest)
+            return
+        seconds = self.seconds + (self.lm.fill_rows(rest).seconds if rest else 0.0)
+        self.output = GenerationOutput(self.rows, self.lm.describe(self.rows), seconds)
 
     def __str__(self) -> str:
-        steps = "" if self.request.steps is None else f", {self.request.steps} steps"
-        count = f"{len(self.output.texts)} text" + "s" * (len(self.output.texts) > 1)
-        nfe, seconds, seed = self.output.nfe, self.output.seconds, self.request.seed
-        return f"{self.title}{steps}: {count}, NFE {nfe}, {seconds:.1f} s, seed {seed}"
+        steps = self.rows[0].planned_steps
+        parts = [self.title if steps is None else f"{self.title}, {steps} steps"]
+        count = len(self.rows)
+        parts.append(f"{count} text" if count == 1 else f"{count} texts")
+        parts += [f"NFE {self.output.nfe}", f"{self.output.seconds:.1f} s"]
+        return f"{parts[0]}: {', '.join(parts[1:])}, seed {self.rows[0].seed}"
 
 
 def run_generation(
@@ -200,12 +202,13 @@ def build_runs(
             (each, given.model_copy(update=masked if each.row_format.is_causal else {}))
             for each, given in pairs
         ]
-    requests = [each.build_request(settings=given, **texts) for each, given in pairs]
     names = shorten_names([each.name for each, _ in pairs])
-    return [
-        GenerationRun(each, request, f"{names[each.name]} · {request.description['sampler']}")
-        for (each, _), request in zip(pairs, requests)
-    ]
+    runs = []
+    for each, given in pairs:
+        rows = each.layout_rows(settings=given, **texts)
+        title = f"{names[each.name]} · {rows[0].settings.sampler}"
+        runs.append(GenerationRun(each, rows, title))
+    return runs
 
 
 def sample_runs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched: bool) -> None:
@@ -218,7 +221,7 @@ def sample_runs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched: b
     )
     if is_watched:
         show_guesses = own.guesses and any(not run.lm.row_format.is_causal for run in runs)
-        steps, titles = [run.request.steps for run in runs], [run.title for run in runs]
+        steps, titles = [run.rows[0].planned_steps for run in runs], [run.title for run in runs]
         watch(
             streams,
             titles,
@@ -252,7 +255,7 @@ def write_outputs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched:
             console.print(f"\n{number}" if len(run.output) > 1 else "", style="bold")
             console.print(escape_controls(text), markup=False, soft_wrap=True)
     trajectories = [
-        run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
+        run.lm.build_trajectory(run.frames, run.rows, title=run.title, seconds=run.seconds)
         for run in (runs if own.html or own.gif else ())
     ]
     writers: dict[Path | None, Callable[[Path], object]] = {

@@ -1,6 +1,5 @@
 """Quality against network evaluations, time and entropy, over samplers, steps, temperatures and nuclei."""
 
-import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -74,7 +73,7 @@ def frontier(
         models, grids, strict=True
     ):  # wrong settings are refused before anything runs
         for setting in own:
-            lm.build_request(**get_arguments(setting, length, seed))
+            lm.layout_rows(**get_arguments(setting, length, seed))
     tokenizer = models[0].tokenizer  # counts the tokens of all models
     texts, about = (
         draw_reference_texts(reference, tokenizer, length, n) if reference else (None, None)
@@ -257,12 +256,9 @@ def time_batch(
     lm: LM, arguments: dict[str, Any], count: int, first: int = 0
 ) -> tuple[list[TextRow], float]:
     """Generate texts from number `first` on in one batch; the texts and the seconds that it takes."""
-    request = lm.build_request(n=first + count, batch=count, **arguments)
-    start = time.perf_counter()
-    rows = lm.run_request(
-        request, first
-    ).rows  # their tokens are on the host: a GPU has nothing left to do
-    return rows, time.perf_counter() - start
+    rows = lm.layout_rows(n=first + count, batch=count, **arguments)[first:]
+    # When their tokens are on the host, a GPU has nothing left to do.
+    return rows, lm.fill_rows(rows).seconds
 
 
 def draw_reference_texts(

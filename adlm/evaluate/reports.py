@@ -144,7 +144,7 @@ def report(
         lm.name: drop_unset(length=length) if lm.row_format.is_causal else masked for lm in lms
     }
     for lm in lms:  # wrong settings are refused before anything runs
-        lm.build_request(seed=seed, **sampling[lm.name])
+        lm.layout_rows(seed=seed, **sampling[lm.name])
     paths = [
         str(each)
         for each in (data, reference, scorer, zeroshot_dir)

@@ -40,7 +40,7 @@ from adlm.evaluate.scorer import (
 from adlm.evaluate.stats import estimate_ratio
 from adlm.files import hash_file, write_atomically
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
-from adlm.text.generation import GenerationRequest, check_whole_numbers
+from adlm.text.generation import TextRow, check_whole_numbers
 from adlm.text.lm import LM
 from adlm.view.console import hide_stderr
 
@@ -464,16 +464,16 @@ def samples(
     )
     if model is not None:
         n = NUM_SAMPLES if n is None else n
-        request = model.build_request(
+        rows = model.layout_rows(
             n=n, seed=seed, batch=batch, options=sampler_options or None, **sampling
         )
-        require_two(request.settings.n, "generate a hundred or more")
-        generated = generate_samples(model, request, cache)
+        require_two(len(rows), "generate a hundred or more")
+        generated = generate_samples(model, rows, cache)
         if out is not None and (context is None or context.is_main):
             lines = [json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in generated]
             write_atomically(Path(out) / "samples.jsonl", b"".join(lines))
         selected = [each["text"] for each in generated]
-        about = {"model": model.name, "n": request.settings.n, **describe_samples(model, request)}
+        about = {"model": model.name, "n": len(rows), **describe_samples(model, rows)}
         about["nfe"] = sum(each["nfe"] for each in generated) / len(generated)
     else:
         assert texts is not None
@@ -537,17 +537,13 @@ def tabulate_samples(
 # Generation.
 
 
-def generate_samples(lm: LM, request: GenerationRequest, cache: Cache) -> list[Sample]:
-    """Generate the samples of a request with one prompt; those in the cache are not generated again."""
-    base, (layout,), eos_id = (
-        hash_settings(describe_samples(lm, request)),
-        request.layouts,
-        lm.tokenizer.eos_id,
-    )
-    keys = [f"sample-{base}-{number}" for number in range(request.settings.n)]
+def generate_samples(lm: LM, rows: Sequence[TextRow], cache: Cache) -> list[Sample]:
+    """Generate the samples of one prompt; those in the cache are not generated again."""
+    base = hash_settings(describe_samples(lm, rows))
+    layout = rows[0].layout
+    eos_id = lm.tokenizer.eos_id
+    keys = [f"sample-{base}-{row.number}" for row in rows]
     missing = [number for number, key in enumerate(keys) if key not in cache]
-
-    rows = request.build_rows()
 
     def generate(numbers: Sequence[int]) -> dict[str, Sample]:
         for _ in lm.sample([rows[number] for number in numbers]):
@@ -560,25 +556,29 @@ def generate_samples(lm: LM, request: GenerationRequest, cache: Cache) -> list[S
                 tokens = tokens[: tokens.index(eos_id)]
             sample = {
                 "number": number,
-                "seed": request.seed,
+                "seed": rows[number].seed,
                 "text": layout.text(ids),
             }
             batch[keys[number]] = sample | {"tokens": tokens, "nfe": rows[number].nfe}
         return batch
 
-    own, size = missing[cache.rank :: cache.world_size], request.settings.batch
+    own = missing[cache.rank :: cache.world_size]
+    size = rows[0].settings.batch
     batches = (generate(own[first : first + size]) for first in range(0, len(own), size))
     return cache.fill(keys, batches, "generating")
 
 
-def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:
+def describe_samples(lm: LM, rows: Sequence[TextRow]) -> dict[str, Any]:
     """Everything that a sample follows from, except its number."""
-    settings = {
-        name: value for name, value in request.description.items() if name not in ("n", "model")
+    settings = lm.describe(rows)
+    del settings["n"], settings["model"]
+    return {
+        **settings,
+        "prompt": "".join(span.text for span in rows[0].layout.spans),
+        "weights_sha256": hash_weights(lm.model),
+        "tokenizer_sha256": lm.tokenizer.sha256,
+        "deterministic": lm.deterministic,
     }
-    settings |= {"prompt": "".join(span.text for span in request.layouts[0].spans)}
-    settings |= {"weights_sha256": hash_weights(lm.model), "tokenizer_sha256": lm.tokenizer.sha256}
-    return settings | {"deterministic": lm.deterministic}
 
 
 # Given texts.

@@ -13,16 +13,14 @@ from tqdm import tqdm
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.samplers import LeftToRight, confidence
+from adlm.diffusion.sampling import Row, fill_rows
 from adlm.errors import install_command, suggest_names
 from adlm.likelihood import MAX_ENUMERATED
 from adlm.registry import VARIADIC
 from adlm.settings import SamplingSettings, SettingsError
-from adlm.text.generation import (
-    GenerationRequest,
-    check_whole_numbers,
-)
+from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, load
-from adlm.text.templates import TEXT, Layout, tokenize_piece
+from adlm.text.templates import TEXT, Hole, classify_tokens, parse_template, tokenize_piece
 
 try:
     from lm_eval.api.model import LM as HarnessModel
@@ -86,22 +84,23 @@ def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
 
 def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
     """Whether greedy decoding (masked: the most confident token a step) generates the scored tokens of each row."""
-    mask, layouts = lm.tokenizer.mask_id, list[Layout]()
     most = max((sum(row.is_scored) for row in rows), default=1)
     sampler = LeftToRight() if lm.row_format.is_causal else confidence(max(1, most))
-    for row in rows:
-        ids = tuple(
-            mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True)
-        )
-        is_given = tuple(not scored for scored in row.is_scored)
-        layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
-    request = GenerationRequest(
-        layouts, SamplingSettings(batch=batch), sampler, SamplingParams(temperature=0), {}
-    )
-    return [
-        tuple(each.ids) == row.ids
-        for each, row in zip(lm.run_request(request).rows, rows, strict=True)
-    ]
+    sampling = SamplingParams(temperature=0)
+    is_greedy = []
+    for first in range(0, len(rows), batch):
+        part = rows[first : first + batch]
+        hidden = []
+        for row in part:
+            is_scored = torch.tensor(row.is_scored)
+            tokens = torch.tensor(row.ids).masked_fill(is_scored, lm.tokenizer.mask_id)
+            kinds = torch.full_like(tokens, TEXT)
+            hidden.append(Row(tokens, sampler, ~is_scored, sampling=sampling, kinds=kinds))
+        banned = classify_tokens(lm.tokenizer).banned
+        filled = fill_rows(lm.evaluator, hidden, banned=banned)
+        for row, tokens in zip(part, filled, strict=True):
+            is_greedy.append(tuple(tokens.tolist()) == row.ids)
+    return is_greedy
 
 
 def read_options(
@@ -241,8 +240,9 @@ class AdlmLM(HarnessModel):
         for (settings, repeat), part in tqdm(parts, "texts", disable=disable_tqdm):
             options = dict(settings) | {"seed": self.seed + repeat, "batch": self.batch}
             options["options"] = self.options
-            request = self.lm.build_request([parsed[place][0] for place in part], **options)
-            for place, row in zip(part, self.lm.run_request(request).rows, strict=True):
+            rows = self.lm.layout_rows([parsed[place][0] for place in part], **options)
+            self.lm.fill_rows(rows)
+            for place, row in zip(part, rows, strict=True):
                 texts[place] = truncate_at(row.pieces[-1][0], parsed[place][1])
         return texts
 
@@ -264,7 +264,7 @@ class AdlmLM(HarnessModel):
     def _parse_request(
         self, context: str, kwargs: dict[str, Any]
     ) -> tuple[str, tuple[str, ...], tuple[Any, ...]]:
-        """Return the context, where the text ends, and the arguments of `build_request` as pairs."""
+        """Return the context, where the text ends, and the arguments of `layout_rows` as pairs."""
         if unknown := [name for name in kwargs if name not in GENERATION_KWARGS]:
             known = ", ".join(GENERATION_KWARGS)
             raise ValueError(
@@ -291,21 +291,28 @@ class AdlmLM(HarnessModel):
 
 def fit_context(lm: LM, context: str, tokens: int) -> tuple[str, int]:
     """The end of the context and the tokens to generate, as many as fit into a row; at most half is context."""
-    longest, count_tokens = lm.row_format.longest, lm.row_format.count_prompt_tokens
-    if (taken := count_tokens(context)) + tokens <= longest:
+    longest = lm.row_format.longest
+    taken = count_tokens(lm, context)
+    if taken + tokens <= longest:
         return context, tokens
     generated = min(tokens, max(longest - taken, longest // 2))
     pieces = tokenize_piece(lm.tokenizer, context)[1]
     kept, keep = context, min(len(pieces), longest - generated)
     while (
-        count_tokens(kept) + generated > longest
+        count_tokens(lm, kept) + generated > longest
     ):  # the end of a text may have more tokens by itself
         kept, keep = "".join(pieces[len(pieces) - keep :]) if keep else "", keep - 1
     log.warning(
         "a context of %d tokens and %d to generate do not fit into a row of %d: truncated to its last %d and %d",
-        taken, tokens, longest, count_tokens(kept), generated,
+        taken, tokens, longest, count_tokens(lm, kept), generated,
     )  # fmt: skip
     return kept, generated
+
+
+def count_tokens(lm: LM, context: str) -> int:
+    """Count the tokens of a text that is continued; a blank at its end belongs to the next word."""
+    layout = lm.row_format.build_layout(parse_template((context, Hole.of_length(1))))
+    return sum(span.end - span.start for span in layout.spans) - 1
 
 
 def truncate_at(text: str, until: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ from adlm.settings import (
     list_kinds,
     list_own_names,
 )
-from adlm.text.generation import GenerationRequest
+from adlm.text.generation import TextRow
 from adlm.text.lm import LM, StreamStep
 from adlm.view.player import read_asset
 
@@ -249,24 +249,23 @@ class Answer:
     """The answer to a request to complete or infill while its texts are sampled."""
 
     def __init__(
-        self, body: CompletionBody | InfillBody, request: GenerationRequest, model: str
+        self, body: CompletionBody | InfillBody, lm: LM, rows: Sequence[TextRow], model: str
     ) -> None:
-        self.body, self.request, self.is_infill = body, request, isinstance(body, InfillBody)
-        self.head: dict[str, Any] = {"id": f"cmpl-{secrets.token_hex(12)}"}
-        self.head |= {
+        self.body = body
+        self.lm = lm
+        self.rows = rows
+        self.is_infill = isinstance(body, InfillBody)
+        self.head: dict[str, Any] = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "infill" if self.is_infill else "text_completion",
             "created": int(time.time()),
-        }
-        self.head |= {
             "model": model,
-            **{key: request.description[key] for key in ("sampler", "seed")},
+            "sampler": rows[0].settings.sampler,
+            "seed": rows[0].seed,
         }
-        self.readers = [
-            body.make_reader(layout)
-            for layout in request.layouts
-            for _ in range(request.settings.n)
-        ]
-        self.nfe, self.skipped = [0] * len(self.readers), set[int]()
+        self.readers = [body.make_reader(row.layout) for row in rows]
+        self.nfe = [0] * len(rows)
+        self.skipped = set[int]()
 
     def read(self, step: StreamStep) -> dict[str, Any] | None:
         """Return the choice of a chunk that a row's step makes, if it adds something."""
@@ -293,12 +292,15 @@ class Answer:
         if self.body.logprobs is not None and (is_end or self.body.stream):
             choice["logprobs"] = reader.read_logprobs(ids, row.logprobs)
         if self.body.has_drafts:
-            choice["draft"] = describe_draft(step, self.request)
+            choice["draft"] = describe_draft(step)
+            if is_done:
+                choice["draft"]["settings"] = self.lm.describe(self.rows)
         return choice if text or is_end or "draft" in choice else None
 
     def count_usage(self) -> dict[str, int]:
         """Return the tokens and network evaluations so far."""
-        prompt = sum(sum(layout.is_fixed) for layout in self.request.layouts)
+        prompts = [row for row in self.rows if row.number == 0]  # each counts once
+        prompt = sum(row.layout.is_fixed.count(True) for row in prompts)
         tokens = sum(reader.generated for reader in self.readers)
         counts = {
             "prompt_tokens": prompt,
@@ -468,16 +470,18 @@ def create_app(
         return wanted or model
 
     async def answer(body: CompletionBody | InfillBody, http: Request) -> Response:
-        """Sample the texts; their request is built in the engine's thread where the model chooses lengths of holes."""
+        """Sample the texts; they are laid out in the engine's thread where the model chooses lengths of holes."""
         name = find_model(body.model)
-        engine, make = engines[name], partial(body.build_request, engines[name].lm)
+        engine = engines[name]
         engine.limits.check_size(len(body.texts) * (body.n or 1), body.steps)
-        request = await (
-            asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make)
-        )
-        answer = Answer(body, request, name)
+        layout_rows = partial(body.layout_rows, engine.lm)
+        if body.is_filling:
+            rows = await asyncio.wrap_future(engine.call(layout_rows))
+        else:
+            rows = await asyncio.to_thread(layout_rows)
+        answer = Answer(body, engine.lm, rows, name)
         fields = {"skipped": answer.skipped, "guesses": body.guesses, "logprobs": body.logprobs}
-        frames = stream_rows(engine, request, ALL if body.has_drafts else SETTLED, **fields)
+        frames = stream_rows(engine, rows, ALL if body.has_drafts else SETTLED, **fields)
         if body.stream:
             http.scope["at_end"] = partial(
                 answer.skipped.update, range(len(answer.readers))

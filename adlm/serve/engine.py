@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.sampling import Frame, RowsError, RunningBatch
-from adlm.text.generation import GenerationRequest, TextRow
+from adlm.text.generation import TextRow
 from adlm.text.lm import LM, StreamStep, predict_guesses
 from adlm.text.templates import classify_tokens
 
@@ -68,15 +69,14 @@ class EngineLimits:
                 f"a text takes {steps} steps, at most {self.max_steps} are allowed: use fewer steps"
             )
 
-    def check_request(self, request: GenerationRequest) -> None:
-        """Raise if a request exceeds the limits of one."""
-        steps = request.steps
-        if steps is None and "steps" in request.description:  # every block takes all of them
-            blocks = -(
-                -max(len(layout) for layout in request.layouts) // (request.settings.block or 1)
-            )
-            steps = request.description["steps"] * blocks
-        self.check_size(len(request.layouts) * request.settings.n, steps)
+    def check_rows(self, rows: Sequence[TextRow]) -> None:
+        """Raise if the rows of a request exceed the limits of one."""
+        settings = rows[0].settings
+        steps = rows[0].planned_steps
+        if steps is None and settings.steps is not None:  # every block takes all of them
+            longest = max(len(row.layout) for row in rows)
+            steps = settings.steps * math.ceil(longest / (settings.block or 1))
+        self.check_size(len(rows), steps)
 
 
 @dataclass
@@ -99,7 +99,7 @@ Notify = Callable[[list[StreamStep] | Exception], None]
 class Ticket:
     """A request in the engine; `notify` is called in the engine's thread with its new frames, or with an error."""
 
-    request: GenerationRequest
+    rows: Sequence[TextRow]
     notify: Notify
     frames: str = LAST
     skipped: set[int] = field(
@@ -190,8 +190,8 @@ class Engine:
 
     def submit(self, ticket: Ticket) -> Ticket:
         """Put a request into the queue."""
-        self.limits.check_request(ticket.request)
-        rows = ticket.request.build_rows()
+        rows = ticket.rows
+        self.limits.check_rows(rows)
         for row in rows:
             row.owner = ticket
             row.top_logprobs = ticket.logprobs
@@ -324,9 +324,7 @@ class Engine:
         frame = self.batch.step()
         stats.steps += 1
         stats.row_steps += len(frame.rows)
-        for row, nfe in zip(frame.rows, frame.nfe, strict=True):
-            stats.nfe += nfe - row.counted
-            row.counted = nfe
+        stats.nfe += len(self.batch.evaluated)
         done = list(compress(frame.rows, frame.is_done))
         chosen = choose_rows(frame)
         if done:
@@ -359,9 +357,9 @@ class Engine:
 
 
 def stream_rows(
-    engine: Engine, request: GenerationRequest, frames: str = SETTLED, **fields: Any
+    engine: Engine, rows: Sequence[TextRow], frames: str = SETTLED, **fields: Any
 ) -> AsyncGenerator[StreamStep]:
-    """Submit a request, with `fields` of its Ticket, and return the frames of its rows; closing them cancels it."""
+    """Submit rows, with `fields` of their Ticket, and return their frames; closing them cancels the request."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[StreamStep] | Exception]()
 
     def notify(news: list[StreamStep] | Exception) -> None:
@@ -369,10 +367,10 @@ def stream_rows(
             news = [step for step in news if step.frame.is_done[0]]
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
-    ticket = engine.submit(Ticket(request, notify, frames, **fields))
+    ticket = engine.submit(Ticket(rows, notify, frames, **fields))
 
     async def read_frames() -> AsyncGenerator[StreamStep]:
-        left = set(range(len(request.layouts) * request.settings.n))
+        left = {row.index for row in rows}
         try:
             while left - ticket.skipped:
                 news = await queue.get()
@@ -393,10 +391,10 @@ def stream_rows(
     return read_frames()
 
 
-async def generate_rows(engine: Engine, request: GenerationRequest) -> list[TextRow]:
-    """Return the rows of a request."""
-    rows = [step.frame.rows[0] async for step in stream_rows(engine, request, LAST)]
-    return sorted(rows, key=lambda row: row.index)
+async def fill_rows(engine: Engine, rows: Sequence[TextRow]) -> None:
+    """Sample rows."""
+    async for _ in stream_rows(engine, rows, LAST):
+        pass  # a row that is done has its tokens
 
 
 def make_batch(lm: LM) -> RunningBatch[TextRow]:

@@ -19,7 +19,7 @@ from adlm.settings import (
     make_optional,
 )
 from adlm.text import templates
-from adlm.text.generation import GenerationRequest
+from adlm.text.generation import TextRow
 from adlm.text.lm import LM, StreamStep
 from adlm.text.templates import Hole, Layout, Span, Template, decode_tokens
 
@@ -121,32 +121,30 @@ class CompletionBody(SamplingBody, CompletionFields):
         ids = [token for token in self.prompt if isinstance(token, int)]
         return [ids] if ids else [each for each in self.prompt if not isinstance(each, int)]
 
-    def build_request(self, lm: LM) -> GenerationRequest:
+    def layout_rows(self, lm: LM) -> list[TextRow]:
         """Check the settings and return what is to be sampled."""
         texts = [prompt for prompt in self.texts if isinstance(prompt, str)]
         ids = [prompt for prompt in self.texts if not isinstance(prompt, str)]
         if self.is_filling:
-            return self._build_filling(lm, texts, ids)
+            return self._layout_filling(lm, texts, ids)
         if self.min_tokens is not None:
             expected = (
                 "expected a suffix with it, which the text comes before; give both, or neither"
             )
             raise SettingsError({"min_tokens": self.min_tokens}, expected)
         settings = self.read_settings()
-        if not ids:
-            return lm.build_request(texts, settings)
-        layouts = [layout_tokens(lm, prompt, self.max_tokens) for prompt in ids]
-        return lm.request_layouts(layouts, settings)
+        prompts = [layout_tokens(lm, prompt, self.max_tokens) for prompt in ids]
+        return lm.layout_rows(prompts or texts, settings)
 
-    def _build_filling(
+    def _layout_filling(
         self, lm: LM, texts: Sequence[str], ids: Sequence[Sequence[int]]
-    ) -> GenerationRequest:
+    ) -> list[TextRow]:
         if ids:
             raise ValueError("prompt has token ids, and a suffix is text: give the prompt as text")
         most = self.max_tokens or max(templates.MAX_HOLE_TOKENS, self.min_tokens or 1)
         hole = Hole(self.min_tokens or max(1, most - MAX_LENGTHS + 1), most)
         holes: list[Template] = [[text, hole, self.suffix or ""] for text in texts]
-        return build_filling(lm, holes, self.read_settings("max_tokens", "stop"))
+        return layout_filling(lm, holes, self.read_settings("max_tokens", "stop"))
 
     def make_reader(self, layout: Layout) -> "TextReader":
         """Return the reader of the generated text; with `echo`, of the prompt too."""
@@ -166,9 +164,9 @@ class InfillBody(SamplingBody, InfillFields):
         """The templates."""
         return [self.template] if isinstance(self.template, str) else self.template
 
-    def build_request(self, lm: LM) -> GenerationRequest:
+    def layout_rows(self, lm: LM) -> list[TextRow]:
         """Check the settings and return what is to be sampled."""
-        return build_filling(lm, self.texts, self.read_settings())
+        return layout_filling(lm, self.texts, self.read_settings())
 
     def make_reader(self, layout: Layout) -> "TextReader":
         """Return the reader of the whole text."""
@@ -212,9 +210,7 @@ def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     return replace(plain, spans=spans, **columns)
 
 
-def build_filling(
-    lm: LM, texts: Sequence[Template], settings: SamplingSettings
-) -> GenerationRequest:
+def layout_filling(lm: LM, texts: Sequence[Template], settings: SamplingSettings) -> list[TextRow]:
     """Check the number of holes and of their lengths in templates, and return what is to be sampled."""
     # Parsing more holes than fit would slow the batch down: both threads share Python's lock.
     most = max(
@@ -235,11 +231,11 @@ def build_filling(
         raise ValueError(
             f"{numbers}: say how long holes are, such as ___{{5}} (with a suffix: min_tokens)"
         )
-    return lm.build_request(settings=settings, template=texts)
+    return lm.layout_rows(settings=settings, template=texts)
 
 
-def describe_draft(step: StreamStep, request: GenerationRequest) -> dict[str, Any]:
-    """Return a step as a stream carries it: its tokens where guesses are wanted, the settings in the last one."""
+def describe_draft(step: StreamStep) -> dict[str, Any]:
+    """Return a step as a stream carries it, with its tokens where guesses are wanted."""
     draft: dict[str, Any] = {"step": step.step, "nfe": step.nfe[0], "text": step.texts[0]}
     if step.frame.rows[0].owner.guesses is not None:
         draft["tokens"] = [
@@ -251,7 +247,7 @@ def describe_draft(step: StreamStep, request: GenerationRequest) -> dict[str, An
             ]
             for each in step.trajectory_frame().tokens
         ]
-    return draft | ({"settings": request.description} if step.frame.is_done[0] else {})
+    return draft
 
 
 class TextReader:

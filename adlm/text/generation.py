@@ -1,4 +1,4 @@
-"""Requests for texts, checked before anything is sampled: the rows, with a length for every hole, and the sampler."""
+"""Rows of text: how a model's rows are laid out, with a length for every hole, and read back."""
 
 import math
 from collections.abc import Callable, Sequence, Sized
@@ -11,9 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.plans import Plan, mean_noise_level
-from adlm.diffusion.sampling import Row, Sampler
+from adlm.diffusion.plans import mean_noise_level
+from adlm.diffusion.sampling import Row
 from adlm.models.evaluator import ModelEvaluator
 from adlm.settings import SamplingSettings, SettingsError
 from adlm.text.templates import (
@@ -34,67 +33,27 @@ MAX_ROWS = 64  # evaluated at a time
 LENGTH_PENALTY = 2.0
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """Rows to fill and how their tokens are sampled."""
-
-    layouts: list[Layout]
-    settings: SamplingSettings
-    sampler: Plan | Sampler
-    sampling: SamplingParams
-    description: dict[str, Any]  # of the run, as `GenerationOutput.settings` has it
-
-    def build_rows(self) -> list["TextRow"]:
-        """Build the rows to be sampled, `n` for each layout one after the other."""
-        rows: list[TextRow] = []
-        for layout in self.layouts:
-            columns: dict[str, Any] = {
-                "tokens": torch.tensor(layout.ids),
-                "is_fixed": torch.tensor(layout.is_fixed),
-                "kinds": torch.tensor(layout.kinds),
-            }
-            for number in range(self.settings.n):
-                row = TextRow(
-                    sampler=self.sampler,
-                    seed=self.seed,
-                    number=number,
-                    block=self.settings.block,
-                    sampling=self.sampling,
-                    layout=layout,
-                    index=len(rows),
-                    stop=self.settings.stop,
-                    **columns,
-                )
-                rows.append(row)
-        return rows
-
-    @property
-    def seed(self) -> int:
-        """The seed, which `build_request` draws where none was given."""
-        assert self.settings.seed is not None
-        return self.settings.seed
-
-    @property
-    def steps(self) -> int | None:
-        """The number of steps, where it is known: block by block, every block takes its own."""
-        if self.settings.block is not None:
-            return None
-        if isinstance(self.sampler, Sized):
-            return len(self.sampler)
-        return self.description.get("steps")
-
-
 @dataclass(eq=False)
 class TextRow(Row):
-    """A row of a request, with what its tokens mean."""
+    """A row of tokens with what they mean.
+
+    A row is sampled once; `dataclasses.replace(row)` is the same row before it is sampled.
+    """
 
     layout: Layout = field(kw_only=True)
-    index: int = 0  # among the rows of the request
-    stop: Sequence[str] = ()  # texts before the first of which a generated piece ends
-    owner: Any = None  # who takes its frames
-    delivered: int = 0  # leading positions that can no longer change and were delivered
-    counted: int = 0  # network evaluations in the statistics
-    guesses: Any = None  # at its last change, where they are wanted
+    settings: SamplingSettings = field(kw_only=True)  # with the seed, the sampler's name and steps
+    index: int = 0  # among the rows that were laid out together
+
+    owner: Any = field(default=None, init=False)  # who takes its frames
+    delivered: int = field(default=0, init=False)  # leading positions that were, and cannot change
+    guesses: Any = field(default=None, init=False)  # at its last change, where they are wanted
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The number of steps, where it is known: block by block, every block takes its own."""
+        if self.block is not None:
+            return None
+        return len(self.sampler) if isinstance(self.sampler, Sized) else self.settings.steps
 
     @cached_property
     def ids(self) -> list[int]:
@@ -110,10 +69,13 @@ class TextRow(Row):
     @property
     def pieces(self) -> list[tuple[str, bool]]:
         """The pieces of the text, and whether each was given; together they are the text."""
-        return [
-            (text if is_given else cut_text(text, self.stop), is_given)
-            for text, is_given in self.layout.pieces(self.ids)
-        ]
+        pieces = []
+        for text, is_given in self.layout.pieces(self.ids):
+            if not is_given:
+                ends = [text.find(stop) for stop in self.settings.stop]
+                text = text[: min((end for end in ends if end >= 0), default=len(text))]
+            pieces.append((text, is_given))
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -125,7 +87,7 @@ class RowFormat:
     is_framed: bool  # a text has exactly `length` tokens between BOS and EOS; else it may end early, at an EOS
     is_causal: bool
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The most tokens that a text can have; what begins and ends it is not counted."""
         return self.row - len(self.build_layout(()))
@@ -156,7 +118,10 @@ class RowFormat:
             ends = f"{self.row} tokens, {self.row - self.longest} of which begin or end a text"
             expected = f"expected at most {self.longest}, this model's rows have {ends}"
             raise SettingsError({"length": length}, f"{expected}; make it smaller")
-        taken = self.count_prompt_tokens(prompt)
+        # A blank at the end of the prompt belongs to the first word after it.
+        hole = Hole.of_length(max(1, self.longest))
+        layout = self.build_layout(parse_template((prompt, hole)))
+        taken = sum(span.end - span.start for span in layout.spans) - hole.max_tokens
         length = self.longest if length is None else length
         if taken >= length:
             larger = (
@@ -170,14 +135,7 @@ class RowFormat:
             raise SettingsError(
                 {"max_new_tokens": max_new_tokens}, f"{problem}; make it smaller, or the prompt"
             )
-        return self.build_layout(
-            parse_template((prompt, Hole.of_length(max_new_tokens or length - taken)))
-        )
-
-    def count_prompt_tokens(self, prompt: str) -> int:
-        """Count the tokens of a text that is continued; a blank at its end belongs to the next word."""
-        layout = self.build_layout(parse_template((prompt, Hole.of_length(1))))
-        return sum(span.end - span.start for span in layout.spans) - 1
+        return layout.shorten_hole(max_new_tokens or length - taken)
 
     def layout_template(
         self, template: Template, get_evaluator: Callable[[], ModelEvaluator]
@@ -266,12 +224,6 @@ def find_neighbors(layout: Layout, number: int) -> list[int]:
         for spans in (layout.spans[max(0, at - 1) : at], layout.spans[at + 1 : at + 2])
     )
     return left[-MAX_NEIGHBORS:] + right[:MAX_NEIGHBORS]
-
-
-def cut_text(text: str, stop: Sequence[str]) -> str:
-    """Return a text up to the first of some others."""
-    ends = [text.find(each) for each in stop]
-    return text[: min((end for end in ends if end >= 0), default=len(text))]
 
 
 def as_list(value: Any, kind: str = "text") -> list[Any]:

@@ -27,7 +27,7 @@ from adlm.diffusion.features import (
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import OBJECTIVES, GivenObjective, choose_objective
 from adlm.diffusion.plans import Plan, mean_noise_level
-from adlm.diffusion.samplers import LeftToRight, choose_sampler, refuse_samplers
+from adlm.diffusion.samplers import ByScore, LeftToRight, choose_sampler, refuse_samplers
 from adlm.diffusion.sampling import Frame, Sampler, sample, sample_together
 from adlm.errors import suggest_names
 from adlm.likelihood import NatsSettings, RowNats, Texts, row_nats
@@ -42,7 +42,7 @@ from adlm.settings import (
     SettingsError,
 )
 from adlm.text import generation
-from adlm.text.generation import GenerationRequest, RowFormat, Templates, TextRow
+from adlm.text.generation import RowFormat, Templates, TextRow
 from adlm.text.templates import WORD, Layout, Template, classify_tokens
 from adlm.view.trajectory import (
     GIVEN,
@@ -63,9 +63,11 @@ MAX_COUNT = 5  # the paper's tau: a token that occurs at most so often is shown 
 class GenerationOutput(list[str]):
     """A list of texts, `n` for every prompt or template one after the other, and what they took."""
 
-    def __init__(self, rows: Sequence[TextRow], seconds: float, settings: dict[str, Any]) -> None:
+    def __init__(self, rows: Sequence[TextRow], settings: dict[str, Any], seconds: float) -> None:
         super().__init__(row.text for row in rows)
-        self.rows, self.seconds, self.settings = list(rows), seconds, settings
+        self.rows = list(rows)
+        self.settings = settings
+        self.seconds = seconds
         self.nfe_each = [row.nfe for row in rows]
         self.nfe = max(self.nfe_each, default=0)  # network evaluations of the text that took most
 
@@ -176,8 +178,13 @@ class StreamStep:
             yield TokenState(text or "", state, tuple(guesses), is_anchor)
 
 
-class LMEngine:
-    """A model that runs generation requests; `LM` adds the methods for users."""
+class LM:
+    """A trained model with its tokenizer, as `adlm.load` returns it.
+
+    `max_new_tokens` counts the tokens after the prompt, `length` the prompt's too; by default a text is as long as the
+    model allows. `SamplingSettings` has all settings, which are given as one object, by name, or both; the names of
+    transformers, diffusers and LLaDA are taken too.
+    """
 
     def __init__(
         self,
@@ -188,35 +195,48 @@ class LMEngine:
         deterministic: bool = False,
     ) -> None:
         if loaded.tokenizer is None:
-            remedy = "copy the one that its data was prepared with (`adlm prepare` writes it into the data's folder)"
-            remedy += ", or convert a .ckpt with --tokenizer"
             raise ValueError(
-                f"{name} has no tokenizer.json, so its tokens cannot be read as text: {remedy}"
+                f"{name} has no tokenizer.json, so its tokens cannot be read as text: copy the one that its data was "
+                "prepared with (`adlm prepare` writes it into the data's folder), or convert a .ckpt with --tokenizer"
             )
-        self.model, self.tokenizer, config = (
-            loaded.model.eval(),
-            loaded.tokenizer,
-            loaded.model.config,
-        )
+        self.loaded = loaded
+        self.model = loaded.model.eval()
+        self.tokenizer = loaded.tokenizer
         self.objective = loaded.objective
-        largest, problem = self.tokenizer.max_id, ""
-        if config.is_causal and self.tokenizer.bos_id is None:
-            problem = (
-                "its tokenizer has no BOS token, which a causal model reads first: name bos_token, "
-            )
-            problem += "or use `adlm reason ask` if it was trained to reason"
-        elif not config.is_causal and config.mask_id != self.tokenizer.mask_id:
-            problem = f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
-            problem += "the tokenizer.json that the model was trained with"
-        elif self.objective.is_causal != config.is_causal or largest >= config.vocab_size:
-            problem = f"its files do not belong together (method {loaded.method!r}, is_causal {config.is_causal}; "
-            problem += f"tokens up to {largest}, the model {config.vocab_size}): copy or download them again"
-        if problem:
-            raise ValueError(f"{name}: {problem}")
-        self.loaded, self.method, self.step, self.name = loaded, loaded.method, loaded.step, name
-        self.device, self.deterministic = pick_device(device), deterministic
+        self.method = loaded.method
+        self.step = loaded.step
+        self.name = name
+        self._check_parts()
+        self.device = pick_device(device)
+        self.deterministic = deterministic
+        config = self.model.config
         is_framed = loaded.rows == "documents" and not config.is_causal
         self.row_format = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
+
+    def _check_parts(self) -> None:
+        """Raise if model, tokenizer and objective do not belong together."""
+        config = self.model.config
+        largest = self.tokenizer.max_id
+        if config.is_causal and self.tokenizer.bos_id is None:
+            raise ValueError(
+                f"{self.name}: its tokenizer has no BOS token, which a causal model reads first: name bos_token, or "
+                "use `adlm reason ask` if it was trained to reason"
+            )
+        if not config.is_causal and config.mask_id != self.tokenizer.mask_id:
+            raise ValueError(
+                f"{self.name}: the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: "
+                "use the tokenizer.json that the model was trained with"
+            )
+        if self.objective.is_causal != config.is_causal or largest >= config.vocab_size:
+            raise ValueError(
+                f"{self.name}: its files do not belong together (method {self.method!r}, is_causal "
+                f"{config.is_causal}; tokens up to {largest}, the model {config.vocab_size}): copy or download them "
+                "again"
+            )
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
     @cached_property
     def evaluator(self) -> ModelEvaluator:
@@ -224,88 +244,138 @@ class LMEngine:
         fixed_batch = SamplingSettings().batch if self.deterministic else None
         return build_evaluator(self.model, self.device, fixed_batch=fixed_batch)
 
-    def build_request(
+    def generate(
         self,
         prompt: Prompts = "",
+        settings: SamplingSettings | None = None,
+        **changes: Unpack[SamplingArguments],
+    ) -> GenerationOutput:
+        """Generate `n` texts that begin with the prompt, or with each of several prompts."""
+        return self.fill_rows(self.layout_rows(prompt, settings, **changes))
+
+    def infill(
+        self,
+        template: Templates,
+        settings: SamplingSettings | None = None,
+        **changes: Unpack[SamplingArguments],
+    ) -> GenerationOutput:
+        """Fill the holes of templates such as "The ___ sat on the ___{2}."; the settings are those of `generate`
+        without lengths and stop."""
+        return self.fill_rows(self.layout_rows("", settings, template=template, **changes))
+
+    def layout_rows(
+        self,
+        prompt: str | Sequence[str | Layout] = "",
         settings: SamplingSettings | None = None,
         *,
         template: Templates | None = None,
         **changes: Unpack[SamplingArguments],
-    ) -> GenerationRequest:
-        """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        settings = SamplingSettings.parse("python", settings, **changes)
-        is_filling = template is not None
+    ) -> list[TextRow]:
+        """Check the arguments of `generate` or `infill` and lay out the rows, `n` for each text one after the other.
+
+        A prompt that is laid out already is taken as it is.
+        """
+        settings = SamplingSettings.parse("python", settings, **changes).draw_seed()
+        chosen = None
         if template is None:
-            lengths = settings.length, settings.max_new_tokens
             layouts = [
-                self.row_format.layout_prompt(text, *lengths) for text in generation.as_list(prompt)
+                text
+                if isinstance(text, Layout)
+                else self.row_format.layout_prompt(text, settings.length, settings.max_new_tokens)
+                for text in generation.as_list(prompt)
             ]
         elif prompt != "" or settings.length or settings.max_new_tokens or settings.stop:
             raise ValueError("a template sets all positions: leave prompt, lengths and stop out")
         else:
             # Raises before a network chooses the lengths of holes.
-            self.choose_sampler(settings, is_filling=is_filling)
+            chosen = self.choose_sampler(settings, default=INFILL_SAMPLER)
             evaluator = partial(getattr, self, "evaluator")  # made when a length is to be chosen
             templates = generation.as_list(template, "template")
             layouts = [self.row_format.layout_template(each, evaluator) for each in templates]
-        return self.request_layouts(layouts, settings, is_filling=is_filling)
-
-    def request_layouts(
-        self, layouts: list[Layout], settings: SamplingSettings, *, is_filling: bool = False
-    ) -> GenerationRequest:
-        """Return a request for rows that are laid out already."""
         if not layouts:
             raise ValueError(
                 "there is nothing to generate: give a prompt (it may be empty) or a template, or a list"
             )
-        settings = settings.draw_seed()
-        hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-        sampler, described = self.choose_sampler(settings, is_filling=is_filling, hidden=hidden)
-        length = max(sum(span.end - span.start for span in layout.spans) for layout in layouts)
-        description = {
-            "model": self.name,
-            "method": self.method,
-            **described,
-            **settings.describe_texts(),
-            "device": str(self.device),
-            "length": length,
+        if chosen is None or isinstance(chosen[0], ByScore):  # whose steps may be the hidden tokens
+            hidden = max(layout.is_fixed.count(False) for layout in layouts)
+            default = DEFAULT_SAMPLER if template is None else INFILL_SAMPLER
+            chosen = self.choose_sampler(settings, default=default, hidden=hidden)
+        sampler, described = chosen
+        used = {
+            "sampler": described.pop("sampler"),
+            "steps": described.pop("steps", None),
+            "options": described or None,
         }
+        settings = settings.model_copy(update=used)
+        assert settings.seed is not None
         sampling = SamplingParams.from_settings(settings)
-        return GenerationRequest(layouts, settings, sampler, sampling, description)
+        rows: list[TextRow] = []
+        for layout in layouts:
+            tokens = torch.tensor(layout.ids)
+            is_fixed = torch.tensor(layout.is_fixed)
+            kinds = torch.tensor(layout.kinds)
+            for number in range(settings.n):
+                row = TextRow(
+                    tokens,
+                    sampler,
+                    is_fixed,
+                    seed=settings.seed,
+                    number=number,
+                    block=settings.block,
+                    sampling=sampling,
+                    kinds=kinds,
+                    layout=layout,
+                    settings=settings,
+                    index=len(rows),
+                )
+                rows.append(row)
+        return rows
 
     def choose_sampler(
-        self, settings: SamplingSettings, *, is_filling: bool = False, hidden: int = 1
+        self, settings: SamplingSettings, *, default: str = DEFAULT_SAMPLER, hidden: int = 1
     ) -> tuple[Plan | Sampler, dict[str, Any]]:
         """Build the sampler and describe it; a causal model has one."""
         if self.row_format.is_causal:
             refuse_samplers(settings)
             return LeftToRight(), {"sampler": "left_to_right"}
-        default = INFILL_SAMPLER if is_filling else DEFAULT_SAMPLER
         return choose_sampler(settings, hidden=hidden, default=default, allow_import=True)
 
-    def run_request(self, request: GenerationRequest, start: int = 0) -> GenerationOutput:
-        """Generate a request's texts from number `start` on, a batch at a time."""
-        started = time.perf_counter()
-        rows = request.build_rows()[start:]
-        batch = request.settings.batch
+    def describe(self, rows: Sequence[TextRow]) -> dict[str, Any]:
+        """Return what the texts of rows that were laid out together follow from."""
+        settings = rows[0].settings
+        steps = {} if settings.steps is None else {"steps": settings.steps}
+        lengths = [sum(span.end - span.start for span in row.layout.spans) for row in rows]
+        return {
+            "model": self.name,
+            "method": self.method,
+            "sampler": settings.sampler,
+            **steps,
+            **(settings.options or {}),
+            **settings.describe_texts(),
+            "device": str(self.device),
+            "length": max(lengths),
+        }
+
+    def fill_rows(self, rows: Sequence[TextRow]) -> GenerationOutput:
+        """Sample rows that were laid out together, a batch at a time."""
+        began = time.perf_counter()
+        batch = rows[0].settings.batch
         for first in range(0, len(rows), batch):
             for _ in self.sample(rows[first : first + batch]):
                 pass  # a row that is done has its tokens
-        return GenerationOutput(rows, time.perf_counter() - started, request.description)
+        return GenerationOutput(rows, self.describe(rows), time.perf_counter() - began)
 
     def sample(self, rows: Sequence[TextRow]) -> Iterator[Frame[TextRow]]:
         """Sample rows in one batch and yield a frame for each step."""
         return sample(self.evaluator, rows, banned=classify_tokens(self.tokenizer).banned)
 
-    def stream_request(
-        self, request: GenerationRequest, guesses: int = 0, *, count: int | None = None
-    ) -> Iterator[StreamStep]:
-        """Yield the first `count` texts (by default all) after every step, in one batch; step 0 is before the first."""
-        if not 0 <= guesses <= (known := int((~classify_tokens(self.tokenizer).special).sum())):
+    def stream_rows(self, rows: Sequence[TextRow], guesses: int = 0) -> Iterator[StreamStep]:
+        """Yield the texts of rows after every step, in one batch; step 0 is before the first."""
+        known = int((~classify_tokens(self.tokenizer).special).sum())
+        if not 0 <= guesses <= known:
             raise ValueError(
                 f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}"
             )
-        rows = request.build_rows()[:count]
         for row in rows:
             row.every_step = True
         count = 0 if self.row_format.is_causal else guesses
@@ -345,47 +415,15 @@ class LMEngine:
     def build_trajectory(
         self,
         frames: Sequence[TrajectoryFrame],
-        request: GenerationRequest,
+        rows: Sequence[TextRow],
         *,
         title: str = "",
         seconds: float = 0.0,
     ) -> Trajectory:
-        """Collect the frames of a request's first text."""
+        """Collect the frames of the first of some rows."""
         guesser = "anchor network" if find_anchor_head(self.model) else "network"
-        title = title or f"{self.name} · {request.description['sampler']}"
-        return Trajectory(title, tuple(frames), seconds, request.description, guesser)
-
-
-class LM(LMEngine):
-    """A trained model with its tokenizer, as `adlm.load` returns it.
-
-    `max_new_tokens` counts the tokens after the prompt, `length` the prompt's too; by default a text is as long as the
-    model allows. `SamplingSettings` has all settings, which are given as one object, by name, or both; the names of
-    transformers, diffusers and LLaDA are taken too.
-    """
-
-    def __repr__(self) -> str:
-        size = sum(parameter.numel() for parameter in self.model.parameters())
-        return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
-
-    def generate(
-        self,
-        prompt: Prompts = "",
-        settings: SamplingSettings | None = None,
-        **changes: Unpack[SamplingArguments],
-    ) -> GenerationOutput:
-        """Generate `n` texts that begin with the prompt, or with each of several prompts."""
-        return self.run_request(self.build_request(prompt, settings, **changes))
-
-    def infill(
-        self,
-        template: Templates,
-        settings: SamplingSettings | None = None,
-        **changes: Unpack[SamplingArguments],
-    ) -> GenerationOutput:
-        """Fill the holes of templates such as "The ___ sat on the ___{2}."; the settings are those of `generate`
-        without lengths and stop."""
-        return self.run_request(self.build_request("", settings, template=template, **changes))
+        title = title or f"{self.name} · {rows[0].settings.sampler}"
+        return Trajectory(title, tuple(frames), seconds, self.describe(rows), guesser)
 
     def stream(
         self,
@@ -397,8 +435,8 @@ class LM(LMEngine):
         **changes: Unpack[SamplingArguments],
     ) -> Iterator[StreamStep]:
         """Yield the texts of `generate` or `infill` after every step, with the anchor network's likeliest tokens."""
-        request = self.build_request(prompt, settings, template=template, **changes)
-        return self.stream_request(request, guesses)
+        rows = self.layout_rows(prompt, settings, template=template, **changes)
+        return self.stream_rows(rows, guesses)
 
     def record(
         self,
@@ -411,14 +449,14 @@ class LM(LMEngine):
         **changes: Unpack[SamplingArguments],
     ) -> Trajectory:
         """Record one text at every step, for a notebook, `adlm.write_player` or `adlm.write_gif`."""
-        request = self.build_request(prompt, settings, template=template, **changes)
-        if request.settings.n > 1:
-            raise SettingsError({"n": request.settings.n}, "one text is recorded; leave it out")
-        started = time.perf_counter()
-        frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
-        return self.build_trajectory(
-            frames, request, title=title, seconds=time.perf_counter() - started
-        )
+        rows = self.layout_rows(prompt, settings, template=template, **changes)
+        count = rows[0].settings.n
+        if count > 1:
+            raise SettingsError({"n": count}, "one text is recorded; leave it out")
+        began = time.perf_counter()
+        frames = [step.trajectory_frame() for step in self.stream_rows(rows, guesses)]
+        seconds = time.perf_counter() - began
+        return self.build_trajectory(frames, rows, title=title, seconds=seconds)
 
     def score(
         self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64

@@ -7,7 +7,7 @@ own: the hole's first token must begin a word.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Self
@@ -160,6 +160,18 @@ class Layout:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def shorten_hole(self, length: int) -> Self:
+        """Return the same row with only so many tokens in the hole that is its last span."""
+        hole = self.spans[-1]
+        end = hole.start + length
+        return replace(
+            self,
+            spans=(*self.spans[:-1], Span(hole.start, end)),
+            ids=self.ids[:end] + self.ids[hole.end :],
+            is_fixed=self.is_fixed[:end] + self.is_fixed[hole.end :],
+            kinds=self.kinds[:end] + self.kinds[hole.end :],
+        )
 
     def parts(self, ids: Sequence[int]) -> Iterator[tuple[int | None, str | None]]:
         """Yield each token's position and what it adds to the text, None while it is hidden.

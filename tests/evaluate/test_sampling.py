@@ -40,10 +40,10 @@ def generate(
     folder: Path | None = None, model: LM | None = None, **changes: Any
 ) -> list[sampling.Sample]:
     model, on_progress = model or lm(), changes.pop("on_progress", lambda *_: None)
-    request = model.build_request(**({"n": N, "batch": 4} | SAMPLING | changes))
+    rows = model.layout_rows(**({"n": N, "batch": 4} | SAMPLING | changes))
     cache = open_cache(folder)
     cache.on_progress = on_progress
-    return sampling.generate_samples(model, request, cache)
+    return sampling.generate_samples(model, rows, cache)
 
 
 def evaluate(model: str, scorer: str | Path, out: Path | None, **changes: Any) -> EvalResult:

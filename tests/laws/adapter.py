@@ -495,8 +495,8 @@ def plan_texts(
 ) -> Any:
     """Check what is to be generated; `options` are those that only the sampler takes."""
     if template is not None:
-        return lm.build_request(template=template, options=options, **settings)
-    return lm.build_request(prompt or "", options=options, **settings)
+        return lm.layout_rows(template=template, options=options, **settings)
+    return lm.layout_rows(prompt or "", options=options, **settings)
 
 
 def generate(
@@ -551,8 +551,8 @@ def banned_tokens(lm: LM) -> list[int]:
 
 def hole_lengths(lm: LM, template: Any) -> list[int]:
     """Return the number of tokens that are chosen for each hole of a template."""
-    (layout,) = lm.build_request(template=template).layouts
-    return [span.end - span.start for span in layout.spans if span.texts is None]
+    (row,) = lm.layout_rows(template=template)
+    return [span.end - span.start for span in row.layout.spans if span.texts is None]
 
 
 # A running batch, which rows join and leave
@@ -582,7 +582,7 @@ class Progress:
 def sample_alone(lm: LM, plan: Any) -> list[Outcome]:
     """Sample every row of `plan_texts` in a batch of its own."""
     outcomes = []
-    for row in plan.build_rows():
+    for row in map(replace, plan):
         for _ in sample(lm.evaluator, [row], banned=classify_tokens(lm.tokenizer).banned):
             pass
         outcomes.append(Outcome(row.ids, row.nfe, row.steps))
@@ -605,7 +605,7 @@ class RunningBatch:
         """Let rows join: each a number of its own, what `plan_texts` returned, its place there."""
         joining = []
         for number, plan, place in rows:
-            row = plan.build_rows()[place]
+            row = replace(plan[place])
             self._numbers[row] = number
             joining.append(row)
         self._batch.join(joining)

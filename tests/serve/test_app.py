@@ -106,10 +106,10 @@ def test_denoise_mode_sends_every_frame(client: TestClient) -> None:
 
 def replay_logprobs(model: LM, **settings: Any) -> list[float]:
     """The log-probability of every token after the prompt when it was drawn last, by evaluating every state again."""
-    request, drawn, before = model.build_request("the", **settings), dict[int, float](), None
-    layout = request.layouts[0]
+    rows, drawn, before = model.layout_rows("the", **settings), dict[int, float](), None
+    layout = rows[0].layout
     banned = classify_tokens(model.tokenizer).banned[torch.tensor(layout.kinds)]
-    for step in model.stream_request(request):
+    for step in model.stream_rows(rows):
         if before is not None:
             tokens = before.frame.tokens.clamp(max=model.model.config.vocab_size - 1)
             features = model.evaluator.model(tokens, torch.zeros(1)).final[0]
@@ -431,7 +431,7 @@ def test_overload_is_answered_with_429() -> None:
     with TestClient(create_app(lm(), limits=limits)) as client:
         engine, slow = (
             client.app.state.engine,
-            lm().build_request("the", n=3, steps=4000, sampler="ancestral"),
+            lm().layout_rows("the", n=3, steps=4000, sampler="ancestral"),
         )
         ticket = engine.submit(Ticket(slow, lambda news: None))
         for is_streamed in (False, True):

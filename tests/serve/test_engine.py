@@ -2,10 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,11 +20,11 @@ from adlm.serve.engine import (
     EngineLimits,
     QueueFullError,
     Ticket,
-    generate_rows,
+    fill_rows,
     stream_rows,
 )
-from adlm.text.generation import GenerationRequest, TextRow
-from adlm.text.lm import StreamStep
+from adlm.text.generation import TextRow
+from adlm.text.lm import LM, GenerationOutput, StreamStep
 from tests.text.models import lm
 
 SLOW = {"sampler": "ancestral", "steps": 2000, "max_new_tokens": 16}
@@ -38,8 +38,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("the condition did not become true in 5 s")
 
 
+def again(rows: Sequence[TextRow]) -> list[TextRow]:
+    """The same rows, not sampled yet."""
+    return [replace(row) for row in rows]
+
+
+def generate(model: LM, rows: Sequence[TextRow]) -> GenerationOutput:
+    return model.fill_rows(again(rows))
+
+
 def submit(
-    engine: Engine, request: GenerationRequest, wanted: str = LAST
+    engine: Engine, rows: Sequence[TextRow], wanted: str = LAST
 ) -> tuple[Any, Future[list[StreamStep]]]:
     frames, future = list[StreamStep](), Future[list[StreamStep]]()
 
@@ -48,10 +57,10 @@ def submit(
             future.set_exception(news)
             return
         frames.extend(news)
-        if sum(step.frame.is_done[0] for step in frames) == len(request.build_rows()):
+        if sum(step.frame.is_done[0] for step in frames) == len(rows):
             future.set_result(frames)
 
-    return engine.submit(Ticket(request, notify, wanted)), future
+    return engine.submit(Ticket(again(rows), notify, wanted)), future
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])
@@ -61,33 +70,32 @@ def test_concurrent_requests_equal_those_alone(method: str) -> None:
     settings = [
         {"seed": seed, "n": 1 + seed % 2, "max_new_tokens": 4 + seed, **own} for seed in range(8)
     ]
-    requests = [model.build_request("the", **each) for each in settings]
+    requests = [model.layout_rows("the", **each) for each in settings]
 
     async def run(engine: Engine) -> list[list[str]]:
-        rows = await asyncio.gather(*(generate_rows(engine, request) for request in requests))
-        return [[row.text for row in each] for each in rows]
+        await asyncio.gather(*(fill_rows(engine, rows) for rows in requests))
+        return [[row.text for row in rows] for rows in requests]
 
     with Engine(model, EngineLimits(max_rows=5)) as engine:
-        assert asyncio.run(run(engine)) == [
-            model.run_request(request).texts for request in requests
-        ]
+        assert asyncio.run(run(engine)) == [generate(model, request).texts for request in requests]
         assert engine.stats.texts == 12
         assert engine.stats.nfe == sum(
-            sum(model.run_request(request).nfe_each) for request in requests
+            sum(generate(model, request).nfe_each) for request in requests
         )
         assert engine.stats.steps < engine.stats.row_steps <= 5 * engine.stats.steps
 
 
 def test_all_frames_are_those_of_a_stream() -> None:
     model = lm()
-    request = model.build_request("the", steps=6, max_new_tokens=9, seed=3)
+    request = model.layout_rows("the", steps=6, max_new_tokens=9, seed=3)
 
     async def run(engine: Engine) -> list[list[int]]:
-        return [step.ids[0] async for step in stream_rows(engine, request, ALL)]
+        return [step.ids[0] async for step in stream_rows(engine, again(request), ALL)]
 
     with Engine(model) as engine:
         assert (
-            asyncio.run(run(engine)) == [step.ids[0] for step in model.stream_request(request)][1:]
+            asyncio.run(run(engine))
+            == [step.ids[0] for step in model.stream_rows(again(request))][1:]
         )
 
 
@@ -95,17 +103,17 @@ def test_a_slow_reader_gets_fewer_frames_and_the_whole_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = lm()
-    request = model.build_request("the", steps=200, max_new_tokens=9, seed=3, sampler="ancestral")
+    request = model.layout_rows("the", steps=200, max_new_tokens=9, seed=3, sampler="ancestral")
     monkeypatch.setattr("adlm.serve.engine.MAX_UNREAD", 4)
 
     async def run(engine: Engine) -> list[StreamStep]:
-        frames = stream_rows(engine, request, ALL)
+        frames = stream_rows(engine, again(request), ALL)
         await asyncio.to_thread(wait_for, lambda: engine.stats.texts == 1)
         return [frame async for frame in frames]
 
     with Engine(model) as engine:
         frames = asyncio.run(run(engine))
-    assert len(frames) < 200 and frames[-1].texts[0] == model.run_request(request).texts[0]
+    assert len(frames) < 200 and frames[-1].texts[0] == generate(model, request).texts[0]
 
 
 def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(
@@ -113,8 +121,8 @@ def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(
 ) -> None:
     model, steps_at_removal = lm(), list[int]()
     slow, fast = (
-        model.build_request("the", **SLOW),
-        model.build_request("a", steps=4, max_new_tokens=5),
+        model.layout_rows("the", **SLOW),
+        model.layout_rows("a", steps=4, max_new_tokens=5),
     )
     with Engine(model, EngineLimits(max_rows=1)) as engine:
         leave = RunningBatch.leave
@@ -133,7 +141,7 @@ def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(
         engine.cancel(ticket)
         steps = engine.stats.steps
         (frame,) = second.result(10)
-        assert frame.texts[0] == model.run_request(fast).texts[0]
+        assert frame.texts[0] == generate(model, fast).texts[0]
         assert steps_at_removal[0] <= steps + 1
         assert not first.done() and engine.stats.cancelled == 1
 
@@ -142,7 +150,7 @@ def test_closing_a_stream_cancels_its_request() -> None:
     model = lm()
 
     async def run(engine: Engine) -> None:
-        async with aclosing(stream_rows(engine, model.build_request("the", **SLOW), ALL)) as frames:
+        async with aclosing(stream_rows(engine, model.layout_rows("the", **SLOW), ALL)) as frames:
             async for _ in frames:
                 break
 
@@ -154,18 +162,18 @@ def test_closing_a_stream_cancels_its_request() -> None:
 
 def test_a_skipped_row_leaves_and_the_others_finish() -> None:
     model, skipped = lm(), set[int]()
-    request = model.build_request("the", n=3, steps=6, max_new_tokens=9)
+    request = model.layout_rows("the", n=3, steps=6, max_new_tokens=9)
 
     async def run(engine: Engine) -> list[StreamStep]:
         frames = []
-        async for frame in stream_rows(engine, request, ALL, skipped=skipped):
+        async for frame in stream_rows(engine, again(request), ALL, skipped=skipped):
             frames.append(frame)
             skipped.add(1)
         return frames
 
     with Engine(model) as engine:
         done = [step for step in asyncio.run(run(engine)) if step.frame.is_done[0]]
-    texts = model.run_request(request).texts
+    texts = generate(model, request).texts
     assert {step.frame.rows[0].index: step.texts[0] for step in done} == {0: texts[0], 2: texts[2]}
     assert engine.stats.texts == 3 and engine.stats.cancelled == 0
     assert 18 <= engine.stats.tokens <= 27
@@ -173,17 +181,17 @@ def test_a_skipped_row_leaves_and_the_others_finish() -> None:
 
 def test_steps_are_taken_during_a_call() -> None:
     model = lm()
-    request = model.build_request("the", steps=4, max_new_tokens=5)
+    request = model.layout_rows("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
         (frame,) = engine.call(lambda: submit(engine, request)[1].result(10)).result(10)
-    assert frame.texts[0] == model.run_request(request).texts[0]
+    assert frame.texts[0] == generate(model, request).texts[0]
 
 
 def test_on_a_gpu_steps_and_calls_alternate() -> None:
     model = lm()
     with Engine(model) as engine:
         engine.turns.is_needed = True
-        ticket = submit(engine, model.build_request("the", **SLOW), ALL)[0]
+        ticket = submit(engine, model.layout_rows("the", **SLOW), ALL)[0]
         wait_for(lambda: engine.stats.steps > 2)
 
         def count_steps() -> tuple[int, int]:
@@ -201,7 +209,7 @@ def test_on_a_gpu_steps_and_calls_alternate() -> None:
 
 def test_the_queue_is_bounded_and_recovers() -> None:
     model = lm()
-    slow = model.build_request("the", **SLOW)
+    slow = model.layout_rows("the", **SLOW)
     with Engine(model, EngineLimits(max_rows=2, max_waiting=3)) as engine:
         tickets = [submit(engine, slow, ALL)[0] for _ in range(5)]
         with pytest.raises(QueueFullError, match="at most 5 may") as caught:
@@ -209,7 +217,7 @@ def test_the_queue_is_bounded_and_recovers() -> None:
         assert 1 <= caught.value.retry_after <= 60
         for ticket in tickets:
             engine.cancel(ticket)
-        assert submit(engine, model.build_request("the", steps=2, max_new_tokens=3))[1].result(10)
+        assert submit(engine, model.layout_rows("the", steps=2, max_new_tokens=3))[1].result(10)
     with pytest.raises(QueueFullError, match="shutting down"):
         submit(engine, slow)
 
@@ -218,11 +226,11 @@ def test_limits_of_a_request_name_their_values() -> None:
     model = lm()
     limits = EngineLimits(max_texts=2, max_steps=50)
     with pytest.raises(ValueError, match="3 texts, at most 2"):
-        limits.check_request(model.build_request("the", n=3))
+        limits.check_rows(model.layout_rows("the", n=3))
     with pytest.raises(ValueError, match="51 steps, at most 50"):
-        limits.check_request(model.build_request("the", steps=51, sampler="ancestral"))
+        limits.check_rows(model.layout_rows("the", steps=51, sampler="ancestral"))
     with pytest.raises(ValueError, match="steps, at most 50"):
-        limits.check_request(model.build_request("the", steps=20, block=4, sampler="ancestral"))
+        limits.check_rows(model.layout_rows("the", steps=20, block=4, sampler="ancestral"))
     with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
         EngineLimits(max_rows=0)
 
@@ -231,7 +239,7 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = lm("mdlm")
-    request = model.build_request("the", steps=4, max_new_tokens=5)
+    request = model.layout_rows("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
         monkeypatch.setattr(model.evaluator, "logits_at", lambda features: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -245,7 +253,7 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(
 
 def test_a_failing_last_frame_answers_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm()
-    request = model.build_request("the", sampler="confidence", steps=3, max_new_tokens=5)
+    request = model.layout_rows("the", sampler="confidence", steps=3, max_new_tokens=5)
     predict = engine_module.predict_guesses
 
     def fail_at_the_end(evaluator: Any, frame: Any, count: int) -> Any:
@@ -257,7 +265,7 @@ def test_a_failing_last_frame_answers_its_request(monkeypatch: pytest.MonkeyPatc
 
     async def run(engine: Engine) -> None:
         async with asyncio.timeout(20):
-            _ = [step async for step in stream_rows(engine, request, ALL, guesses=1)]
+            _ = [step async for step in stream_rows(engine, again(request), ALL, guesses=1)]
 
     with Engine(model) as engine:
         with pytest.raises(RuntimeError, match="sampling has failed"):
@@ -270,7 +278,7 @@ def test_a_stopped_engine_answers_texts_that_are_done_but_not_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = lm()
-    request = model.build_request("the", steps=3, max_new_tokens=5)
+    request = model.layout_rows("the", steps=3, max_new_tokens=5)
     monkeypatch.setattr(Engine, "_deliver", lambda self, keep=0: None)
     engine = Engine(model).start()
     _, future = submit(engine, request)
@@ -304,22 +312,22 @@ class Breaks(Sampler):
 def test_an_error_of_a_sampler_fails_its_request_only(method: str, score: ScoreFn | None) -> None:
     model = lm(method)
     own = {"max_new_tokens": 9}
-    breaks = model.build_request("the", sampler=Breaks(score), n=2, **own)
+    breaks = model.layout_rows("the", sampler=Breaks(score), n=2, **own)
     neighbors = [
-        model.build_request("a", sampler="ancestral", steps=30, **own),
-        model.build_request("a", sampler="remask_cap", steps=20, **own),
-        model.build_request("a", sampler="confidence", steps=7, **own),
-        model.build_request("a", sampler="first_hitting", **own),
+        model.layout_rows("a", sampler="ancestral", steps=30, **own),
+        model.layout_rows("a", sampler="remask_cap", steps=20, **own),
+        model.layout_rows("a", sampler="confidence", steps=7, **own),
+        model.layout_rows("a", sampler="first_hitting", **own),
     ]
     with pytest.raises(KeyError, match="no third step"):
-        model.run_request(breaks)
+        generate(model, breaks)
     with Engine(model) as engine:
         with engine.wake:  # all of them join at once
             futures = [submit(engine, request)[1] for request in [breaks, *neighbors]]
         with pytest.raises(KeyError, match="no third step"):
             futures[0].result(10)
         for request, future in zip(neighbors, futures[1:], strict=True):
-            expected = model.run_request(request)
+            expected = generate(model, request)
             assert [step.texts[0] for step in future.result(10)] == expected.texts
             assert [step.frame.nfe[0] for step in future.result(10)] == expected.nfe_each
         assert engine.stats.texts == 4 and not engine.open and not engine.running
@@ -335,35 +343,28 @@ class RevealsNothing(Sampler):
 def test_a_sampler_that_reveals_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adlm.diffusion.sampling.MAX_IDLE_STEPS", 50)
     model = lm()
-    idle = model.build_request("the", sampler=RevealsNothing(), max_new_tokens=5)
-    good = model.build_request("the", sampler="remask_conf", steps=200, max_new_tokens=5)
+    idle = model.layout_rows("the", sampler=RevealsNothing(), max_new_tokens=5)
+    good = model.layout_rows("the", sampler="remask_conf", steps=200, max_new_tokens=5)
     with pytest.raises(ValueError, match=r"RevealsNothing .* has changed nothing in 50 steps"):
-        model.run_request(idle)
+        generate(model, idle)
     with Engine(model) as engine:
         failing, future = submit(engine, idle)[1], submit(engine, good)[1]
         with pytest.raises(ValueError, match="has changed nothing"):
             failing.result(10)
-        assert future.result(10)[0].texts == model.run_request(good).texts
+        assert future.result(10)[0].texts == generate(model, good).texts
 
 
 def test_a_row_that_cannot_be_built_fails_alone() -> None:
     model = lm()
-    good, bad = (model.build_request("the", steps=4, max_new_tokens=5, n=2) for _ in range(2))
-    build = bad.build_rows
-
-    def build_long_rows() -> list[TextRow]:
-        rows = build()
-        rows[0].tokens = rows[0].tokens.repeat(1000)
-        return rows
-
-    object.__setattr__(bad, "build_rows", build_long_rows)
+    good, bad = (model.layout_rows("the", steps=4, max_new_tokens=5, n=2) for _ in range(2))
+    bad[0].tokens = bad[0].tokens.repeat(1000)
     with Engine(model) as engine:
         with engine.wake:
             failing, future = submit(engine, bad)[1], submit(engine, good)[1]
         with pytest.raises(ValueError, match="this model's rows at most"):
             failing.result(10)
         texts = [step.texts[0] for step in future.result(10)]
-        assert texts == model.run_request(good).texts
+        assert texts == generate(model, good).texts
 
 
 def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +372,7 @@ def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(model.evaluator, "logits_at", lambda features: 1 / 0)
 
     async def run(engine: Engine) -> None:
-        frames = stream_rows(engine, model.build_request("the", steps=4, max_new_tokens=5))
+        frames = stream_rows(engine, model.layout_rows("the", steps=4, max_new_tokens=5))
         await asyncio.to_thread(engine.call(lambda: None).result)
         await asyncio.to_thread(wait_for, lambda: engine.running == 0)
         with pytest.raises(RuntimeError, match="sampling has failed"):
@@ -383,7 +384,7 @@ def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_row_that_cannot_join_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm()
-    request = model.build_request("the", steps=4, max_new_tokens=5)
+    request = model.layout_rows("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
         monkeypatch.setattr(
             "adlm.serve.engine.RunningBatch.join", lambda self, rows: [1 / 0 for _ in rows]
@@ -398,12 +399,12 @@ def test_stopping_answers_or_finishes_what_is_left() -> None:
     model = lm()
     engine = Engine(model).start()
     _, future = submit(
-        engine, model.build_request("the", steps=50, max_new_tokens=9, sampler="ancestral")
+        engine, model.layout_rows("the", steps=50, max_new_tokens=9, sampler="ancestral")
     )
     engine.stop(drain=True)
     assert future.result(0)
     engine = Engine(model).start()
-    _, future = submit(engine, model.build_request("the", **SLOW), ALL)
+    _, future = submit(engine, model.layout_rows("the", **SLOW), ALL)
     engine.stop()
     with pytest.raises(QueueFullError, match="stopped"):
         future.result(5)

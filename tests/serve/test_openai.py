@@ -89,7 +89,7 @@ def test_errors(client: Any, server: tuple[str, Any]) -> None:
         client.completions.create(prompt="the", model="other")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server[0], api_key="wrong", max_retries=0).models.list()
-    slow = lm().build_request("the", n=8, steps=4000, sampler="ancestral")
+    slow = lm().layout_rows("the", n=8, steps=4000, sampler="ancestral")
     ticket = server[1].submit(Ticket(slow, lambda news: None))
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(prompt="the", model="small")

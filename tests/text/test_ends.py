@@ -64,7 +64,7 @@ def test_a_hole_ends_a_text_only_if_nothing_is_given_after_it() -> None:
 def test_the_name_of_eos_in_a_prompt_is_only_text(method: str) -> None:
     model, prompt = rigged(method, {EOS: 30.0}, length=64), "x<|endoftext|>y"
     assert model.generate(prompt, length=30).texts == [prompt]
-    assert EOS not in model.build_request(prompt, length=30).layouts[0].ids[1:]
+    assert EOS not in model.layout_rows(prompt, length=30)[0].layout.ids[1:]
 
 
 def test_a_word_is_generated_before_the_end() -> None:

@@ -39,7 +39,7 @@ def placed(text: str, rows: str = "documents") -> LM:
 
 
 def lengths(model: LM, template: Any) -> list[int]:
-    (layout,) = model.build_request(template=template).layouts
+    layout = model.layout_rows(template=template)[0].layout
     return [span.end - span.start for span in layout.spans if span.texts is None]
 
 

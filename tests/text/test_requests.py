@@ -328,10 +328,10 @@ def test_a_text_ends_before_the_first_stop_text() -> None:
 
 def test_compat_has_the_nucleus_of_the_lineage_too() -> None:
     settings: dict[str, Any] = {"sampler": "ancestral", "steps": 8, "top_p": 0.5, "n": 2, "seed": 3}
-    request = WRAPPED.build_request(options={"compat": True}, **settings)
-    lineage = replace(request, sampling=replace(request.sampling, nucleus="lineage"))
-    usual = replace(
-        request, sampler=replace(request.sampler, fill_argmax=False)
-    )  # nothing is left to fill here
-    own, same, other = (WRAPPED.run_request(each).texts for each in (request, lineage, usual))
+    rows = WRAPPED.layout_rows(options={"compat": True}, **settings)
+    sampling = replace(rows[0].sampling, nucleus="lineage")
+    sampler = replace(rows[0].sampler, fill_argmax=False)  # nothing is left to fill here
+    lineage = [replace(row, sampling=sampling) for row in rows]
+    usual = [replace(row, sampler=sampler) for row in rows]
+    own, same, other = (WRAPPED.fill_rows(each).texts for each in (rows, lineage, usual))
     assert own == same != other

@@ -40,10 +40,10 @@ def test_trajectory_frames_agree_with_token_frames(name: str) -> None:
     model = lm("adlm", "bytes", "documents")
     steps = stream(model, **SAMPLING[name])
     assert [step.step for step in steps] == list(range(len(steps)))
-    request = model.build_request(template=TEMPLATES, **SAMPLING[name])
-    assert request.steps in (None, steps[-1].step)
-    blockwise = model.build_request(template=TEMPLATES, block=4, **SAMPLING[name])
-    assert blockwise.steps is None, "a block takes all of the steps, so the whole takes more"
+    rows = model.layout_rows(template=TEMPLATES, **SAMPLING[name])
+    assert rows[0].planned_steps in (None, steps[-1].step)
+    blockwise = model.layout_rows(template=TEMPLATES, block=4, **SAMPLING[name])
+    assert blockwise[0].planned_steps is None, "a block takes all steps, so the whole takes more"
     seen = set()
     for row, layout in enumerate(steps[0].layouts):
         given = [piece for piece, is_given in layout.pieces(layout.ids) if is_given]

@@ -49,12 +49,13 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
         "top_p": 1.0,
         "seed": 3,
     }
-    request = model.build_request(template=templates, **sampling)
-    steps = list(model.stream_request(request))
+    rows = model.layout_rows(template=templates, **sampling)
+    layouts = [row.layout for row in rows]
+    steps = list(model.stream_rows(rows))
     assert len(steps) == 5
     given_pieces = [given_in(template) for template in templates]
     for step in steps:
-        for row, (layout, pieces) in enumerate(zip(request.layouts, given_pieces, strict=True)):
+        for row, (layout, pieces) in enumerate(zip(layouts, given_pieces, strict=True)):
             fixed, ids = torch.tensor(layout.is_fixed), torch.tensor(layout.ids)
             assert torch.equal(step.frame.tokens[row, : len(layout)][fixed], ids[fixed])
             assert holds_in_order(step.trajectory_frame(row).text, pieces)
@@ -65,9 +66,7 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
 
     texts = model.infill(templates, **sampling).texts
     assert texts == steps[-1].texts
-    for row, (layout, template, text) in enumerate(
-        zip(request.layouts, templates, texts, strict=True)
-    ):
+    for row, (layout, template, text) in enumerate(zip(layouts, templates, texts, strict=True)):
         ids = steps[-1].frame.tokens[row].tolist()
         found = layout.pieces(ids)
         assert "".join(piece for piece, _ in found) == text == steps[-1].trajectory_frame(row).text
@@ -97,10 +96,8 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
     """The blank is given once, not twice and not never; words are told apart by it."""
     model = lm("mdlm", words, "documents")
     templates = ["The ___{2} sat", "a___{1} ___{1}  ___{2}", " ___{3}", "x ___{1}___{1}."]
-    layouts = model.build_request(template=templates).layouts
-    last = model.run_request(
-        model.build_request(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
-    )
+    layouts = [row.layout for row in model.layout_rows(template=templates)]
+    last = model.infill(templates, n=20, temperature=2.0, top_p=1.0, steps=4)
     *_, step = model.stream(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
     firsts = 0
     for row, layout in enumerate(layout for layout in layouts for _ in range(20)):

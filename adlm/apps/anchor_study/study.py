@@ -42,7 +42,7 @@ from adlm.likelihood import draw_position, group_rows
 from adlm.models.evaluator import ModelEvaluator
 from adlm.models.folder import require_transformer
 from adlm.models.language_model import LanguageModel
-from adlm.text.generation import GenerationRequest, TextRow, check_whole_numbers
+from adlm.text.generation import TextRow, check_whole_numbers
 from adlm.text.lm import LM
 from adlm.text.templates import classify_tokens
 
@@ -313,14 +313,15 @@ class TracedRow:
 
 
 def sample_rows(
-    lm: LM, request: GenerationRequest, perturbation: Perturbation = NONE
+    lm: LM, laid_out: Sequence[TextRow], perturbation: Perturbation = NONE
 ) -> Iterator[TracedRow]:
-    """Generate the rows of `lm.run_request(request)`, or the same with perturbed anchor features."""
+    """Generate the rows of `lm.fill_rows(laid_out)`, or the same with perturbed anchor features."""
     evaluator = lm.evaluator
+    batch = laid_out[0].settings.batch
     if perturbation != NONE:
-        evaluator = PerturbedEvaluator(lm, perturbation, request.seed)
-    rows = request.build_rows()
-    batch = 1 if perturbation != NONE and lm.deterministic else request.settings.batch
+        evaluator = PerturbedEvaluator(lm, perturbation, laid_out[0].seed)
+        batch = 1 if lm.deterministic else batch
+    rows = [replace(row) for row in laid_out]  # they are sampled again with the next perturbation
     banned = classify_tokens(lm.tokenizer).banned
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
@@ -481,8 +482,8 @@ def measure_model(
     ]
     for sampler in dict.fromkeys(samplers) if sampling["n"] else ():
         steps = sampling["steps"] if takes_steps(sampler, allow_import=True) else None
-        request = lm.build_request(**{**sampling, "sampler": sampler, "steps": steps})
-        texts = list(sample_rows(lm, request))
+        laid_out = lm.layout_rows(**{**sampling, "sampler": sampler, "steps": steps})
+        texts = list(sample_rows(lm, laid_out))
         reveals.append(summarize_reveals(sampler, texts, rule))
         for each in perturbations if sampler == sampling["sampler"] else ():
             on_progress(f"{lm.name}: texts", len(samples), len(perturbations))
@@ -491,7 +492,7 @@ def measure_model(
             ):  # features that are used once, as by the model itself
                 samples.append(samples[0] | each.as_dict())
             else:
-                generated = texts if each.kind == "none" else list(sample_rows(lm, request, each))
+                generated = texts if each.kind == "none" else list(sample_rows(lm, laid_out, each))
                 nfe = float(np.mean([text.row.nfe for text in generated]))
                 samples.append(
                     {

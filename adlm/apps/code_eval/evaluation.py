@@ -33,7 +33,7 @@ from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Estimate, EvalResult, Table, TableColumn
 from adlm.files import hash_file, write_atomically
 from adlm.settings import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
-from adlm.text.generation import GenerationRequest
+from adlm.text.generation import TextRow
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
 
@@ -101,12 +101,12 @@ class CodeMetrics:
         self.values[metric] = values
         return estimate_share(values).as_dict() | {"count": len(values)}
 
-    def generate(self, lm: LM, stage: str, request: GenerationRequest, prompt: Any) -> list[str]:
-        """The texts of a request, from the cache where it has them."""
+    def generate(self, lm: LM, stage: str, rows: Sequence[TextRow], prompt: Any) -> list[str]:
+        """The texts of rows, from the cache where it has them."""
         self.on_progress(f"{self.name}: {stage}", 0, 0)
-        key = hash_settings([stage, prompt, self.settings["weights_sha256"], request.description])
+        key = hash_settings([stage, prompt, self.settings["weights_sha256"], lm.describe(rows)])
         if key not in self.cache:
-            self.cache.put(key, lm.run_request(request).texts, is_flushed=True)
+            self.cache.put(key, lm.fill_rows(rows).texts, is_flushed=True)
         return list(self.cache.get(key))
 
 
@@ -282,21 +282,18 @@ def complete_problems(
     metrics: CodeMetrics, lm: LM, problems: Mapping[str, Row], sampling: Mapping[str, Any]
 ) -> None:
     """Add candidates for each problem: what the model generates after the prompt, to the end of the function."""
-    requests = []
-    for task, prompt in ((task, problem["prompt"]) for task, problem in problems.items()):
-        size = len(tokenize_piece(lm.tokenizer, prompt)[0]) + MAX_COMPLETION_TOKENS
-        requests.append(
-            (
-                task,
-                prompt,
-                lm.build_request(prompt, length=min(lm.row_format.longest, size), **sampling),
-            )
-        )
-    metrics.entry["candidates"] = [
-        {"task_id": task, "completion": cut_function_body(text[len(prompt) :])}
-        for task, prompt, request in requests
-        for text in metrics.generate(lm, "candidates", request, prompt)
-    ]
+    rows_of = {}
+    for task, problem in problems.items():  # all are checked before anything is generated
+        size = len(tokenize_piece(lm.tokenizer, problem["prompt"])[0]) + MAX_COMPLETION_TOKENS
+        length = min(lm.row_format.longest, size)
+        rows_of[task] = lm.layout_rows(problem["prompt"], length=length, **sampling)
+    candidates = []
+    for task, rows in rows_of.items():
+        prompt = problems[task]["prompt"]
+        for text in metrics.generate(lm, "candidates", rows, prompt):
+            body = cut_function_body(text[len(prompt) :])
+            candidates.append({"task_id": task, "completion": body})
+    metrics.entry["candidates"] = candidates
 
 
 def cut_function_body(text: str) -> str:
@@ -378,7 +375,7 @@ def measure_parsing(metrics: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -
     metrics.entry |= {"generated": None, "infilled": None}
     if texts:
         generated = metrics.generate(
-            lm, "texts", lm.build_request(PROMPT, n=texts, length=length, **sampling), PROMPT
+            lm, "texts", lm.layout_rows(PROMPT, n=texts, length=length, **sampling), PROMPT
         )
         parses = metrics.add("generated: parses", list(map(can_parse, generated)))
         metrics.entry |= {"generated": {"parses": parses}, "texts": generated}
@@ -389,10 +386,8 @@ def measure_parsing(metrics: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -
     elif infills:
         metrics.settings["sources_sha256"] = hash_sources(load_standard_library())
         gaps = choose_gaps(lm, infills, sampling["seed"])
-        request = lm.build_request(template=[build_template(lm, gap) for gap in gaps], **sampling)
-        filled = metrics.generate(
-            lm, "lines", request, [list(asdict(gap).values()) for gap in gaps]
-        )
+        rows = lm.layout_rows(template=[build_template(lm, gap) for gap in gaps], **sampling)
+        filled = metrics.generate(lm, "lines", rows, [list(asdict(gap).values()) for gap in gaps])
         values = {
             "parses": list(map(can_parse, filled)),
             "equal": [text == gap.whole for text, gap in zip(filled, gaps, strict=True)],

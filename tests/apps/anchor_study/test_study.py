@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from adlm.evaluate.results import Estimate, render_markdown
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.likelihood import draw_position, estimate_nll
 from adlm.models.language_model import LanguageModel
-from adlm.text.generation import GenerationRequest
+from adlm.text.generation import TextRow
 from adlm.text.lm import LM
 from tests.cli.eval_answers import evaluate, held_out
 from tests.cli.terminal import invoke, trained
@@ -226,18 +225,15 @@ REQUESTS: list[dict[str, Any]] = [
 def test_texts_do_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
     """Rows pause, end early and differ in length; a row's turns and stale features are its own."""
     model = lm("adlm", time_conditioning="block" in options)
-    request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
-    last = replace(
-        request, layouts=request.layouts[-1:], settings=request.settings.model_copy(update={"n": 1})
-    )
-    own, alone = (
-        texts(model.run_request(request).rows),
-        replace(request, settings=request.settings.model_copy(update={"batch": 1})),
-    )
+    settings = {"n": 2 if "prompt" in options else 4, "length": 17, "seed": 2, **options}
+    rows = model.layout_rows(**settings)
+    alone = model.layout_rows(batch=1, **settings)
+    first = [row for row in rows if row.number == 0][-1]
+    own = texts(model.generate(**settings).rows)
     for each in (Perturbation("stale", 1), NOISE, PERMUTED, Perturbation("stale", 3)):
         expected = texts(sample_rows(model, alone, each))
-        assert texts(sample_rows(model, request, each)) == expected
-        assert texts(sample_rows(model, last, each)) == [expected[-request.settings.n]]
+        assert texts(sample_rows(model, rows, each)) == expected
+        assert texts(sample_rows(model, [first], each)) == [expected[first.index]]
         assert (expected == own) == (each not in (NOISE, PERMUTED, Perturbation("stale", 3)))
 
 
@@ -245,7 +241,7 @@ def test_stale_features_are_computed_at_every_third_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = lm("adlm")
-    request = model.build_request(n=2, length=17, steps=8, sampler="ancestral")
+    rows = model.layout_rows(n=2, length=17, steps=8, sampler="ancestral")
     evaluated, anchor_features = list[Tensor](), LanguageModel.anchor_features
 
     def spy(self: LanguageModel, tokens: Tensor, *more: Any, **options: Any) -> Tensor:
@@ -254,7 +250,7 @@ def test_stale_features_are_computed_at_every_third_evaluation(
 
     monkeypatch.setattr(LanguageModel, "anchor_features", spy)
     assert sum(
-        -(-text.row.nfe // 3) for text in sample_rows(model, request, Perturbation("stale", 3))
+        -(-text.row.nfe // 3) for text in sample_rows(model, rows, Perturbation("stale", 3))
     ) == len(evaluated)
 
 
@@ -320,8 +316,8 @@ def test_batches_and_padding_change_no_guess_and_tokens_can_be_ignored() -> None
 # Reveals.
 
 
-def measure_reveals(model: LM, request: GenerationRequest, rule: AnchorRule) -> dict[str, Any]:
-    return anchor_study.summarize_reveals("any", list(sample_rows(model, request)), rule)
+def measure_reveals(model: LM, rows: Sequence[TextRow], rule: AnchorRule) -> dict[str, Any]:
+    return anchor_study.summarize_reveals("any", list(sample_rows(model, rows)), rule)
 
 
 @pytest.mark.parametrize("sampler", ["ancestral", "first_hitting"])
@@ -332,8 +328,8 @@ def test_a_random_order_reveals_anchors_like_other_tokens(sampler: str) -> None:
         blind.model.head.weight.zero_()
         blind.model.head.bias.copy_(torch.linspace(0, 4, blind.model.config.vocab_size))
     steps = {"steps": 32} if sampler == "ancestral" else {}
-    request = blind.build_request(n=60, length=40, sampler=sampler, batch=30, **steps)
-    reveals = measure_reveals(blind, request, rare_in_sequence(1))
+    rows = blind.layout_rows(n=60, length=40, sampler=sampler, batch=30, **steps)
+    reveals = measure_reveals(blind, rows, rare_in_sequence(1))
     assert 0.1 < reveals["anchor_share"] < 0.9
     assert abs(reveals["anchors"] - 0.5) < 4 * reveals["anchors_se"] < 0.2
     assert abs(reveals["gap"]) < 4 * reveals["gap_se"]
@@ -353,10 +349,10 @@ def test_the_most_confident_tokens_come_first() -> None:
     weight = torch.zeros(model.model.config.vocab_size, 16)
     weight[65, 0] = 1.0
     evaluator.logits_at = lambda features: features @ weight.T  # type: ignore[method-assign]
-    request = model.build_request(n=4, length=20, sampler="confidence", steps=20)
+    rows = model.layout_rows(n=4, length=20, sampler="confidence", steps=20)
     # BOS and ten others come before the anchors.
     reveals = measure_reveals(
-        model, request, lambda tokens, valid: torch.arange(tokens.shape[1])[None] >= 11
+        model, rows, lambda tokens, valid: torch.arange(tokens.shape[1])[None] >= 11
     )
     assert reveals["steps"] == 20 and reveals["anchor_share"] == 0.5
     assert (reveals["anchors"], reveals["others"], reveals["gap"]) == pytest.approx(
@@ -366,9 +362,9 @@ def test_the_most_confident_tokens_come_first() -> None:
 
 def test_tokens_after_the_end_of_a_text_are_not_counted() -> None:
     model = rigged("adlm", {lm("adlm").tokenizer.eos_id: 3.0})
-    request = model.build_request(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
+    rows = model.layout_rows(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
     ends = []
-    for text in sample_rows(model, request):
+    for text in sample_rows(model, rows):
         ids, eos_id = text.row.ids, model.tokenizer.eos_id
         ends.append(
             ids.index(eos_id, 1) if eos_id in ids[1:] else len(ids)
@@ -376,7 +372,7 @@ def test_tokens_after_the_end_of_a_text_are_not_counted() -> None:
         assert text.is_generated.tolist() == [1 <= place < ends[-1] for place in range(len(ids))]
     assert min(ends) < len(ids)
     reveals = measure_reveals(
-        model, request, lambda tokens, valid: torch.arange(tokens.shape[1])[None] == 1
+        model, rows, lambda tokens, valid: torch.arange(tokens.shape[1])[None] == 1
     )
     assert reveals["anchor_share"] == pytest.approx(
         sum(end > 1 for end in ends) / sum(end - 1 for end in ends)
@@ -399,7 +395,7 @@ def test_a_study_has_all_parts_and_equals_its_json() -> None:
         "confidence",
         "ancestral",
     ]
-    texts = sample_rows(model, model.build_request(n=4, length=16, steps=4, sampler="remask_loop"))
+    texts = sample_rows(model, model.layout_rows(n=4, length=16, steps=4, sampler="remask_loop"))
     own = TextScorer(model.tokenizer)([text.row.text for text in texts]).as_row()
     for sample in (
         whole["samples"][0],

@@ -100,8 +100,8 @@ def test_a_gap_and_what_was_taken_out_are_the_function() -> None:
         )
         assert isinstance(ast.parse(gap.whole).body[0], ast.FunctionDef | ast.AsyncFunctionDef)
         assert gap.after[:1] in ("\n", "")
-        request = model.build_request(template=code_eval.build_template(model, gap))
-        assert request.description["length"] <= 200
+        rows = model.layout_rows(template=code_eval.build_template(model, gap))
+        assert model.describe(rows)["length"] <= 200
 
 
 def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_generated_and_filled_in_functions(tmp_path: Path, monkeypatch: pytest.M
         assert set(each["shares"]) == {"parses", "equal", "parses_if_left_empty"}
         assert len(each["examples"]) == 2
     assert "parses_if_left_empty" in str(found)
-    monkeypatch.setattr(LM, "run_request", None)  # everything is in the cache
+    monkeypatch.setattr(LM, "fill_rows", None)  # everything is in the cache
     assert code(models[0], **settings, out=tmp_path / "out").as_dict() == found.as_dict()
     monkeypatch.undo()
     for model, name in zip(models, "ab", strict=True):
