@@ -183,7 +183,7 @@ def in_process(
     Writing each file of a checkpoint takes `slow` seconds more.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["adlm.cli.main"])
+    context.set_forkserver_preload(["adlm.cli.train"])
     process = context.Process(target=_command, args=(arguments(folder, *changes, rows=rows), slow))
     process.start()
     return process
