@@ -109,12 +109,12 @@ def read_options(
     """Return the options of a sampler, which lm-eval's command line has as options.eta=0.04."""
     values = dict(options or {})
     for typed, value in others.items():
-        section, _, name = typed.partition(".")
-        if section != "options" or not name:
-            remedy = f"an option of a sampler is given as options.{typed}={value}"
-            expected = f"expected one of {', '.join(list_model_args())}; {remedy}"
-            hint = suggest_names(typed, list_model_args())
-            raise SettingsError({typed: value}, f"unknown name{hint}; {expected}")
+        section, _, name = typed.rpartition(".")
+        if section != "options":
+            known = list_model_args()
+            problem = f"unknown name{suggest_names(typed, known)}; expected one of "
+            problem += f"{', '.join(known)}; an option of a sampler is given as "
+            raise SettingsError({typed: value}, f"{problem}options.{name}={value}")
         values[name] = value
     return values or None
 
