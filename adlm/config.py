@@ -328,7 +328,7 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
 
 def load_yaml(content: str | bytes, source: str) -> Any:
     """Return a value of YAML, its leaves as texts."""
-    check_size(content, source)
+    check_yaml_size(content, source)
     return yaml.load(content, TextLoader)
 
 
@@ -346,7 +346,7 @@ class YamlSize:
         self.levels = max(self.levels, inner.levels + 1)
 
 
-def check_size(content: str | bytes, source: str) -> None:
+def check_yaml_size(content: str | bytes, source: str) -> None:
     """Refuse YAML that could overflow the stack or, by aliases, fill the memory."""
     outer = [YamlSize()]  # the values around the current one
     anchored: dict[str | None, YamlSize] = {}

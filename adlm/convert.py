@@ -139,7 +139,7 @@ def map_names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def list_names(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """List names, at most 20 of them."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"{', '.join(f'{name:.120}' for name in names[:MAX_LISTED])}{more}"
@@ -153,7 +153,7 @@ def rotary_frequencies(size: int) -> Tensor:
 def read_embedding_shape(state: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return the size of the vocabulary and the width of a lineage's state dict."""
     if EMBEDDING not in state or state[EMBEDDING].dim() != 2:
-        problem = f"the state dict has no matrix {EMBEDDING!r}, its keys start with {list_names(sorted(state)[:3])}"
+        problem = f"the state dict has no matrix {EMBEDDING!r}, its keys start with {format_names(sorted(state)[:3])}"
         raise ValueError(
             f"{problem}: give the lineage's `state_dict` itself, with its names unchanged"
         )
@@ -218,12 +218,12 @@ def from_state_dict(
             raise ValueError(f"{name} {problem}: check the number of heads")
     names = map_names(config)
     if leftover := [name for name in state if name not in {*names, *BUFFERS}]:
-        listed = list_names(leftover)
+        listed = format_names(leftover)
         raise ValueError(
             f"{len(leftover)} keys of the state dict are not the lineage's: {listed}; remove them"
         )
     if missing := [name for name in names if name not in state]:
-        raise ValueError(f"{len(missing)} keys are missing: {list_names(missing)}; {FETCH_AGAIN}")
+        raise ValueError(f"{len(missing)} keys are missing: {format_names(missing)}; {FETCH_AGAIN}")
     if shadow is not None:
         if sorted(
             (name for name in state if name in names), key=lambda name: name.startswith("denoiser")
@@ -460,5 +460,5 @@ def read_pickle(path: Path) -> Any:
             type(error).__name__ if not reason or "weights_only" in reason else reason
         )  # that advice runs code
         raise ValueError(f"{path.name} cannot be read ({problem}): {FETCH_AGAIN}") from error
-    problem = f"{path.name} holds {list_names(sorted(refused))}, which could run code: nothing of the file was loaded"
+    problem = f"{path.name} holds {format_names(sorted(refused))}, which could run code: nothing of the file was loaded"
     raise ValueError(f"{problem}; have it saved with tensors and plain values only")

@@ -14,7 +14,7 @@ from typing import Any
 
 import adlm
 from adlm.cli.output import print_table, progress_bar
-from adlm.evaluate.ppl import describe
+from adlm.evaluate.ppl import describe_estimate
 from adlm.evaluate.results import Estimate, Table, TableColumn, save_json
 from bundled.ngrams import count_bigrams, estimate_heldout_nll
 
@@ -53,7 +53,7 @@ def main() -> None:
     save_json(
         options.out,
         result.as_dict()
-        | {"baselines": {name: describe(nll, size) for name, nll in baselines.items()}},
+        | {"baselines": {name: describe_estimate(nll, size) for name, nll in baselines.items()}},
     )
     for table in result.tables:
         print_table(table)

@@ -227,7 +227,7 @@ def estimate_text(
     noise = (
         {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
     )
-    objective = choose_objective(lm, settings)
+    objective = adjust_objective(lm, settings)
     is_entropy = objective.name == "score_entropy"
     form = describe_form(objective)
     if lm.loaded.network not in NETWORKS:
@@ -266,7 +266,9 @@ def estimate_text(
 
     nll = recall("nll", form)
     entry = (
-        {"data": name, "model": lm.name} | describe(nll, data.bytes) | {"is_bound": not is_causal}
+        {"data": name, "model": lm.name}
+        | describe_estimate(nll, data.bytes)
+        | {"is_bound": not is_causal}
     )
     entry["kind"] = (
         "exact" if is_causal else "nelbo" if settings.steps is None else "discrete_nelbo"
@@ -275,7 +277,9 @@ def estimate_text(
         second = recall("order_nll", order, settings.order)
         is_bound = settings.order == RANDOM
         entry["unmasking"] = (
-            describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
+            describe_estimate(second, data.bytes)
+            | order
+            | {"draws": second.draws, "is_bound": is_bound}
         )
         entry["unmasking"]["kind"] = "unmasking_bound" if is_bound else "unmasking_exact"
     count = len(data.documents.unique())
@@ -315,7 +319,7 @@ def estimate_text(
     return TextNll(entry, nll, data, lm)
 
 
-def choose_objective(lm: LM, settings: NllSettings) -> Objective:
+def adjust_objective(lm: LM, settings: NllSettings) -> Objective:
     """The objective under which a model's text is scored."""
     objective = lm.objective
     if not isinstance(objective, MaskedDiffusion):
@@ -337,7 +341,7 @@ def describe_form(objective: Objective) -> dict[str, Any]:
     return form
 
 
-def describe(nll: NllEstimate, size: int) -> dict[str, Any]:
+def describe_estimate(nll: NllEstimate, size: int) -> dict[str, Any]:
     """An estimate by the names of the JSON; the error of bits per byte takes the bytes per token as fixed."""
     bits = nll.bits_per_byte(size)
     described = {

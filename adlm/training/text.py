@@ -89,7 +89,7 @@ class TextTask(Task):
         self.objective = build_objective(self.config, probe, self.data, on_gpu=on_gpu)
         self.sampler: Plan | Sampler = LeftToRight()
         if not self.shape.is_causal:
-            self.sampler = build_sampler(config.samples, self.shape.length)
+            self.sampler = build_recipe_sampler(config.samples, self.shape.length)
         self.unigram_ppl = compute_unigram_ppl(self.data, self.valid_rows, config.valid.rows)
 
         self.stream = open_stream(config)
@@ -414,7 +414,7 @@ def read_anchor_options(
     return {name: getattr(checked, name) for name in options}
 
 
-def build_sampler(settings: SampleSettings, length: int) -> Plan | Sampler:
+def build_recipe_sampler(settings: SampleSettings, length: int) -> Plan | Sampler:
     """Build the sampler of a recipe, as a request would, with its steps where it takes some."""
     has_steps = takes_steps(settings.sampler, allow_import=True)
     steps = settings.steps if has_steps else None
