@@ -340,6 +340,32 @@ FAULTS = (
         (BATCH,),
     ),
     Fault(
+        "blocks share their numbers",
+        "rows are those of an earlier version",
+        (
+            Patch(
+                DENOISING,
+                "window, number * MAX_BLOCK_STEPS\n    sampling",
+                "window, 0\n    sampling",
+            ),
+            Patch(SAMPLING, "return self.block * MAX_BLOCK_STEPS + self.step", "return self.step"),
+        ),
+        (BATCH,),
+    ),
+    Fault(
+        "steps in which nothing changes are not counted",
+        "rows are those of an earlier version",
+        (
+            Patch(
+                DENOISING,
+                "state.step, state.clock = state.step + 1, state.clock + 1\n            yield",
+                "state.clock = state.clock + 1\n            yield",
+            ),
+            Patch(SAMPLING, "self.frames += change.step - self.step", "self.frames += 0"),
+        ),
+        (BATCH,),
+    ),
+    Fault(
         "settled too early",
         "what is settled does not change",
         (
@@ -559,6 +585,19 @@ FAULTS = (
         (LOSSES, EVALUATION),
     ),
     Fault(
+        "learning rate of the step before",
+        "the rate rises from the first step on",
+        (
+            Patch(LOOP, "= lr_multiplier(step), ", "= lr_multiplier(step - 1), "),
+            Patch(
+                TRAIN,
+                "multiplier = lr_multiplier(step)\n",
+                "multiplier = lr_multiplier(step - 1)\n",
+            ),
+        ),
+        (TRAINING,),
+    ),
+    Fault(
         "average of the weights is not saved",
         "the average is what is loaded",
         (
@@ -650,8 +689,8 @@ FAULTS = (
             ),
             Patch(
                 "adlm/cli/options.py",
-                "for name, text in values.items() if text not in (None, [])}",
-                'for name, text in values.items() if text and name != "top_k"}',
+                "        if text not in (None, []):\n            given[typed]",
+                '        if text not in (None, []) and name != "top_k":\n            given[typed]',
             ),
         ),
         (SURFACES,),

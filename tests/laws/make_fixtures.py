@@ -1,12 +1,15 @@
 """Writes `fixtures/`: what an earlier version wrote, which later ones must read.
 
-It was run once, with the version that the ring began with (`python -m tests.laws.make_fixtures`).
-Running it again would replace the evidence by what today's code writes: do not.
+It was run once, with the version that the ring began with (`python -m tests.laws.make_fixtures`,
+then `python -m tests.laws.make_fixtures rows`). Running it again would replace the evidence by what
+today's code writes: do not.
 """
 
 import json
 import os
 import shutil
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,22 @@ def make_models() -> dict[str, adlm.LM]:
     return models
 
 
+def write_rows() -> None:
+    """Write the tokens, evaluations and steps of rows of every sampler, whole and in blocks."""
+    from tests.laws.test_running_batch import OLD_ROWS, masked_case
+
+    if OLD_ROWS.exists():
+        raise SystemExit(f"{OLD_ROWS} exists: it is evidence of an earlier version")
+    torch.set_num_threads(1)
+    lines = []
+    for name in ("mdlm", "timed"):
+        _, rows, alone = masked_case(name)
+        for row, outcome in zip(rows, alone, strict=True):
+            record = {"model": name, "sampler": row.sampler, **asdict(outcome)}
+            lines.append(json.dumps(record) + "\n")
+    OLD_ROWS.write_text("".join(lines), "utf-8")
+
+
 def main() -> None:
     if FOLDER.exists():
         raise SystemExit(
@@ -145,4 +164,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["rows"]:
+        write_rows()
+    else:
+        main()

@@ -3,8 +3,9 @@
 Whoever joins and leaves, and when.
 """
 
+import json
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,9 @@ from adlm import LM
 from tests.laws import adapter
 from tests.laws.adapter import Outcome, Progress, RunningBatch
 from tests.laws.commands import PLANS, QUICK
-from tests.laws.texts import model
+from tests.laws.texts import FIXTURES, model
+
+OLD_ROWS = FIXTURES / "rows.jsonl"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,17 @@ def masked_case(name: str) -> tuple[LM, list[Request], list[Outcome]]:
     """Return a model, rows for it, and what becomes of each alone."""
     lm = model(name)
     return lm, *run_alone(lm, plan_many(lm))
+
+
+@pytest.mark.parametrize("name", ["mdlm", "timed"])
+def test_rows_are_those_of_an_earlier_version(name: str) -> None:
+    """Tokens, evaluations and steps, in which those where nothing changes count too."""
+    _, rows, alone = masked_case(name)
+    records = [json.loads(line) for line in OLD_ROWS.read_text("utf-8").splitlines()]
+    old = [each for each in records if each["model"] == name]
+    for row, outcome, expected in zip(rows, alone, old, strict=True):
+        found = {"model": name, "sampler": row.sampler, **asdict(outcome)}
+        assert found == expected
 
 
 def run_together(

@@ -1,5 +1,6 @@
 """A run that was stopped anywhere and resumed computes and logs what one that was not does."""
 
+import math
 import signal
 import subprocess
 import time
@@ -153,6 +154,36 @@ def test_the_average_is_what_is_loaded(workplace: Workplace) -> None:
             average[name] = decay * average[name] + (1 - decay) * current[name]
     for name, value in latest.items():
         torch.testing.assert_close(value, average[name], atol=1e-6, rtol=1e-5)
+
+
+def test_the_learning_rate_rises_from_the_first_step_and_falls_to_the_last(
+    workplace: Workplace,
+) -> None:
+    """It is warmed up over 3 steps, and ends at the floor (cosine) or near 0 (wsd)."""
+    workplace("recipe.yaml", "data-wrapped")
+    shared = ("steps=8", "optimizer.lr=1e-2", "optimizer.warmup=3", "valid.every=100")
+    falls = {
+        "constant": [1, 1, 1, 1, 1, 1],
+        "cosine": [0.1 + 0.45 * (1 + math.cos(math.pi * n / 5)) for n in range(6)],
+        "wsd": [1, 1, 1, 3 / 4, 2 / 4, 1 / 4],
+    }
+    for decay, fall in falls.items():
+        own = ("optimizer.decay_share=0.5",) if decay == "wsd" else ()
+        train("mdlm", decay, *shared, f"optimizer.decay={decay}", *own)
+        found = [each["lr"] for each in read_metrics(Path(decay)) if "lr" in each]
+        expected = [1e-2 * share for share in [1 / 3, 2 / 3, *fall]]
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_first_step_is_as_long_as_its_learning_rate(workplace: Workplace) -> None:
+    """Adam divides its first gradient by its own size: what is left is the rate, warmed up."""
+    workplace("recipe.yaml", "data-wrapped")
+    own = ("steps=1", "ema=null", "optimizer.lr=1e-2", "optimizer.warmup=4")
+    train("mdlm", "run", *own)
+    model = adlm.load("run", device="cpu").model
+    start = type(model)(model.config, seed=0).state_dict()
+    moved = [(value - start[name]).abs().max() for name, value in model.state_dict().items()]
+    assert float(max(moved)) == pytest.approx(1e-2 / 4, rel=1e-3)
 
 
 def test_the_size_of_micro_batches_changes_rounding_alone(workplace: Workplace) -> None:
