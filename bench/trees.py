@@ -32,6 +32,14 @@ def copy_tree(name: str, folder: Path) -> None:
     shutil.copytree(ROOT / "bench", folder / "bench", ignore=IGNORED)
 
 
+def name_tree(name: str) -> str:
+    """Return what a commit or a folder is called: HEAD is another commit tomorrow."""
+    if (Path(name) / "adlm").is_dir():
+        return name
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", name]
+    return subprocess.check_output(command, text=True).strip()
+
+
 def build_environment(tree: Path) -> dict[str, str]:
     """Return the environment of a process (`python -P`) that imports the package from a tree.
 

@@ -13,7 +13,7 @@ from bench.freeze.compare import ALLOWED, GONE, Allowed, Change, Comparison, com
 from bench.freeze.probes import PROBES, write_cases
 from bench.freeze.server import Reply, iter_stream
 from bench.trace import Function, count
-from bench.trees import build_environment, copy_tree
+from bench.trees import build_environment, copy_tree, name_tree
 from tests.training.runs import ROOT
 
 CASES = {"tokens": [1, [2, 3]], "texts": {"a": "b", "n": 1}, "weights": np.array([1.0, np.nan])}
@@ -169,3 +169,4 @@ def test_a_tree_is_what_a_process_imports(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", code]
     printed = subprocess.check_output(command, env=build_environment(tree), cwd=ROOT, text=True)
     assert printed.split() == [str(tree / "adlm/__init__.py"), str(tree / "bench/trees.py")]
+    assert name_tree(str(tree)) == str(tree)

@@ -14,8 +14,8 @@ own and give the folder in PYTHONPATH:
     pip install --no-deps --target FOLDER omegaconf
     PYTHONPATH=FOLDER python -m bench.freeze 3da4d78 HEAD
 
-The two trees run at the same time, so two cores are busy; the parts of --only can be run one after
-the other, and beside each other where there are more cores.
+The two trees run at the same time, so two cores are busy for some minutes; the parts of --only can
+be run one after the other, and beside each other where there are more cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 
 from bench.freeze.compare import ALLOWED, BASE, Comparison, compare_probe
 from bench.freeze.probes import PROBES
-from bench.trees import build_environment, copy_tree
+from bench.trees import build_environment, copy_tree, name_tree
 
 MAX_SECONDS = 1800  # of a probe
 MAX_LOG_LINES = 25  # of a failed probe that are printed
@@ -169,8 +169,9 @@ def main() -> int:
     cases = sum(each.cases for each in comparisons)
     differing = sum(len(each.differing) for each in comparisons)
     seconds = time.perf_counter() - began
-    print(f"{args.old} and {args.new}{', quick' * args.quick}: {cases - differing:,} of {cases:,}")
-    print(f"cases are equal, {verdict} ({seconds:.0f} s).\n")
+    title = f"{name_tree(args.old)} and {name_tree(args.new)}{', quick' * args.quick}"
+    equal = f"{cases - differing:,} of {cases:,} cases are equal"
+    print(f"{title}: {equal}, {verdict} ({seconds:.0f} s).\n")
     print_comparisons(comparisons, args.show)
     return 1 if wrong else 0
 

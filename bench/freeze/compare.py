@@ -87,10 +87,8 @@ MISSING_SHARE = "an estimate says how much of the bound its schedule leaves out"
 ORDER = "each row passes over its own idle steps, so rows come in another order"
 PADDING = "whether padding is attended to is the model's own rule, null, and not always false"
 POSITIONS = "all causal rows draw their next token in a step, not only those of equal length"
-RECIPES = "settings may name a network and an objective; those of reasoning are only in its recipes"
-SETTINGS = (
-    "settings may name a network with its options, and an objective; null is the built-in one"
-)
+SETTINGS = "settings may name a network, an objective and options, and by default name none"
+RECIPES = f"{SETTINGS}; those of reasoning are only in its recipes"
 PADDING_RULE = Change("settings.attend_padding", False, None)
 NO_REASONING = {  # the settings of a run that does not reason
     "task": None,
@@ -110,6 +108,7 @@ NAMED = (
     Change("model.network", GONE, None),
     Change("model.options", GONE, None),
     Change("objective.name", GONE, None),
+    Change("objective.anchor_options", GONE, {}),
 )
 BOUND = (Change("val/nll"), Change("val/ppl"), Change("val/stderr"))
 RANDOM_DRAWS = ("plain", "nucleus", "top_k")
