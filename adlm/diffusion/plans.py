@@ -62,9 +62,13 @@ class Plan(BuiltSampler):
         return hash(self._content)
 
     @cached_property
+    def table(self) -> Tensor:
+        """The columns of the transitions (5, steps)."""
+        return torch.stack([getattr(self, column.name) for column in fields(Transition)])
+
+    @cached_property
     def _content(self) -> tuple[object, ...]:
-        values = (getattr(self, column.name) for column in fields(self))
-        return tuple(x.numpy().tobytes() if isinstance(x, Tensor) else x for x in values)
+        return self.name, self.nucleus, self.fill_argmax, self.table.numpy().tobytes()
 
     @cached_property
     def reveal_prob(self) -> Tensor:
@@ -81,8 +85,8 @@ class Plan(BuiltSampler):
 
     def __getitem__(self, step: int | slice | Tensor) -> Transition:
         """Return one step, the steps of a tensor in its shape, or of a slice with fields of shape (k, 1, 1)."""
-        columns = (getattr(self, column.name)[step] for column in fields(Transition))
-        return Transition(*(x[:, None, None] if isinstance(step, slice) else x for x in columns))
+        columns = self.table[:, step]
+        return Transition(*(columns[..., None, None] if isinstance(step, slice) else columns))
 
     def __iter__(self) -> Iterator[Transition]:
         return (self[step] for step in range(len(self)))

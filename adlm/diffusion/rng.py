@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 Words = NDArray[np.uint64]
 Numbers = NDArray[np.float64]
+Keys = NDArray[np.int64]
 
 ROUNDS = 10
 LOW = np.uint64(0xFFFFFFFF)
@@ -107,6 +109,22 @@ def make_numbers(arguments: Sequence[Words], purpose: int) -> tuple[Numbers, Num
     return np.asarray(first), np.asarray(second)
 
 
+def make_steps(
+    seed: Keys, row: Keys, clock: Keys, steps: int, length: int, purpose: int
+) -> tuple[Numbers, Numbers]:
+    """Make the numbers (steps, B, length) of rows (B,) from their own clocks on, () or (B,)."""
+    when = (np.arange(steps)[:, None] + clock)[..., None]
+    arguments = (seed[..., None], row[:, None], when, np.arange(length))
+    return make_numbers([x.view(np.uint64) for x in arguments], purpose)
+
+
+@lru_cache(maxsize=16)
+def make_ahead(keys: bytes, steps: int, length: int, purpose: int) -> tuple[Numbers, Numbers]:
+    """Make the numbers of some steps, and keep them: a call for each step would take longer."""
+    seed, row, clock = np.frombuffer(keys, np.int64).reshape(3, -1)
+    return make_steps(seed, row, clock, steps, length, purpose)
+
+
 def check_seed(seed: int) -> None:
     """Raise if a seed does not fit into the generator's key."""
     if not 0 <= seed < 2**63:
@@ -125,9 +143,8 @@ class CounterRng:
 
     seed: Tensor  # () or (B,), int64
     rows: Tensor  # (B,), int64
-    start: Tensor | int = (
-        0  # or (B,): added to every step, for rows that have begun at different times
-    )
+    start: Tensor | int = 0  # or (B,): added to every step, for rows that have begun apart
+    ahead: int = 1  # steps made at once and kept, where rows, with a seed and start each, are few
 
     @staticmethod
     def from_seed(seed: int | Tensor, rows: int | Tensor) -> "CounterRng":
@@ -146,11 +163,19 @@ class CounterRng:
 
     def pairs(self, step: int, steps: int, length: int, purpose: Purpose) -> tuple[Tensor, Tensor]:
         """Return two (steps, B, length) tensors of numbers, for `steps` steps from `step` on."""
-        seed = self.seed.numpy()
-        seed = seed if seed.ndim == 0 else seed[:, None]
-        row = self.rows.numpy()[:, None]
-        start = self.start.numpy() if isinstance(self.start, Tensor) else self.start
-        when = (np.arange(step, step + steps)[:, None] + start)[..., None]
-        arguments = [x.view(np.uint64) for x in (seed, row, when, np.arange(length))]
-        first, second = make_numbers(arguments, int(purpose))
+        seed, row = self.seed.numpy(), self.rows.numpy()
+        start = self.start.numpy() if isinstance(self.start, Tensor) else np.array(self.start)
+        clock = start + step
+        if steps == 1 and self.is_ahead(length):
+            passed = clock % self.ahead
+            k = passed[0]
+            if (passed == k).all():  # all rows are as far in the steps that are kept
+                keys = seed.tobytes() + row.tobytes() + (clock - k).tobytes()
+                kept = make_ahead(keys, self.ahead, length, int(purpose))
+                return torch.tensor(kept[0][k : k + 1]), torch.tensor(kept[1][k : k + 1])
+        first, second = make_steps(seed, row, clock, steps, length, int(purpose))
         return torch.from_numpy(first), torch.from_numpy(second)
+
+    def is_ahead(self, length: int) -> bool:
+        """Return whether numbers of so many positions are made some steps ahead."""
+        return self.ahead > 1 and self.ahead * self.rows.numel() * length <= MAX_NUMBERS

@@ -37,7 +37,8 @@ def rank_positions(scores: Tensor, is_hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden positions' scores (n, L), highest first, and the rank of each position."""
     masked = scores.masked_fill(~is_hidden, -torch.inf)
     ranked, by_rank = masked.sort(dim=-1, descending=True, stable=True)
-    return ranked, by_rank.argsort(-1)
+    rank = torch.arange(scores.shape[-1]).expand_as(by_rank)
+    return ranked, torch.empty_like(by_rank).scatter_(-1, by_rank, rank)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from adlm.diffusion.rng import (
 from adlm.settings import BuiltSampler
 
 MAX_BLOCK_STEPS = 1 << 20  # the clocks of two blocks are this far apart
+STEPS_AHEAD = 16  # whose random numbers are made at once, where rows are few
 MAX_IDLE_STEPS = 10_000  # in which a sampler changes nothing, one after the other
 NO_BLOCK = MAX_BLOCK_STEPS  # the block of a row in which nothing may change
 FIXED = -1  # the block of positions that never change
@@ -599,7 +600,7 @@ class RunningBatch(Generic[R]):
             is_hidden=torch.from_numpy(self.is_hidden[members] & is_free),
             is_free=torch.from_numpy(is_free),
             first_hidden=first_hidden,
-            rng=CounterRng(seed, number, clock),
+            rng=CounterRng(seed, number, clock, ahead=STEPS_AHEAD),
             columns=stack_columns(sampler, slots, is_free.shape[1]),
             last_prob=last_prob,
         )
@@ -616,7 +617,8 @@ class RunningBatch(Generic[R]):
         reveals = list_positions(move.reveal)
         hides = [NOTHING] * count if move.hide is None else list_positions(move.hide)
         columns = {name: x.double().numpy() for name, x in move.columns.items()}
-        u = view.numbers[1].numpy() if "numbers" in vars(view) else None
+        has_numbers = "numbers" in vars(view) or view.rng.is_ahead(view.is_hidden.shape[1])
+        u = view.numbers[1].numpy() if has_numbers else None
         changes: Changes = {}
         for k, i in enumerate(group.members):
             length = self.lengths[i]
@@ -635,18 +637,18 @@ class RunningBatch(Generic[R]):
             levels.update(zip(group.members, group.view.noise_level.tolist(), strict=True))
         if not levels:
             return None
-        members = list(levels)
+        members = sorted(levels)
         self.evaluated = members
         self.place = np.zeros(len(self.slots), np.int64)
         self.place[members] = np.arange(len(members))
-        is_whole = members == list(range(len(self.slots)))
+        is_whole = len(members) == len(self.slots)
         tokens = self.tokens if is_whole else self.tokens[self._send(np.array(members))]
         width = tokens.shape[1]
         lengths = self.lengths[members]
         valid = None
         if lengths.min() < width:
             valid = torch.from_numpy(np.arange(width) < lengths[:, None])
-        level = torch.tensor(list(levels.values()), dtype=torch.float32)
+        level = torch.tensor([levels[i] for i in members], dtype=torch.float32)
         rows = [self.rows[i] for i in members]
         next_position = self.is_hidden[members].argmax(1)
         return self.evaluator.features(tokens, level, valid, rows, next_position)
@@ -655,16 +657,18 @@ class RunningBatch(Generic[R]):
         """Call a sampler with the scores of its rows' hidden positions."""
         sampler, view = group.sampler, group.view
         assert sampler.score is not None
-        member, position = view.is_hidden.numpy().nonzero()
+        is_hidden = view.is_hidden.numpy()
+        member, position = is_hidden.nonzero()
         row = np.array(group.members)[member]
-        view.scores = torch.zeros(view.is_hidden.shape)
+        scores = np.zeros(is_hidden.shape, np.float32)
+        view.scores = torch.from_numpy(scores)
         with blame([self.rows[i] for i in group.members]):
             parts = [
                 sampler.score(logits.float())
                 for _, logits in self.iter_logits(features, row, position)
             ]
             if parts:
-                view.scores[member, position] = torch.cat(parts).cpu()
+                scores[is_hidden] = torch.cat(parts).cpu().numpy()
             return self._call(group)
 
     def iter_logits(
@@ -733,9 +737,10 @@ class RunningBatch(Generic[R]):
         position = np.concatenate([change.reveal for change in missing.values()])
         words = [*np.repeat(keys, counts, axis=0).T, position]
         _, u = make_numbers([x.view(np.uint64) for x in words], Purpose.SAMPLE)
-        ends = np.cumsum(counts)
-        for change, own in zip(missing.values(), np.split(u, ends[:-1]), strict=True):
-            change.u = own
+        start = 0
+        for change, count in zip(missing.values(), counts, strict=True):
+            change.u = u[start : start + count]
+            start += count
 
     def _draw_jointly(
         self, i: int, reveal: Positions, u: Tensor, features: Tensor | None
@@ -814,10 +819,8 @@ class RunningBatch(Generic[R]):
             self.is_hidden[each.row, each.position] = False
             where.append(each.row * width + each.position)
             values.append(each.tokens)
-            is_read = np.array([self.rows[i].sampler.reads_last_prob for i in each.row])
-            if is_read.any():
-                row, position = each.row[is_read], each.position[is_read]
-                self.last_prob[row, position] = each.probs.cpu().numpy()[is_read]
+            if any(row.sampler.reads_last_prob for row in self.rows):
+                self.last_prob[each.row, each.position] = each.probs.cpu().numpy()
         for i, change in changes.items():
             if len(change.hide):
                 assert self.evaluator.mask_id is not None
@@ -939,14 +942,14 @@ def check_hidden(rows: Sequence[Row], is_hidden: Flags, is_fixed: Flags) -> None
 
 def check_move(sampler: Sampler, view: View, move: Move) -> None:
     """Raise for what a sampler may not change."""
-    if bool((move.reveal & ~view.is_hidden).any()):
+    if (move.reveal.numpy() > view.is_hidden.numpy()).any():
         raise ValueError(
             f"the sampler {sampler!r} reveals positions that are not hidden: combine with view.is_hidden"
         )
     if move.hide is None:
         return
-    is_late = view.step >= sampler.hides_until
-    if not sampler.hides_until or bool((move.hide & is_late[:, None]).any()):
+    is_late = view.step.numpy() >= sampler.hides_until
+    if not sampler.hides_until or move.hide.numpy()[is_late].any():
         raise ValueError(
             f"the sampler {sampler!r} hides positions in step {int(view.step.max())} of a block but has hides_until = "
             f"{sampler.hides_until}: set hides_until to the number of a block's first steps that may hide"
@@ -993,9 +996,7 @@ def append_array(old: Array, new: Array, value: int = 0) -> Array:
 
 def list_positions(flags: Tensor) -> list[Positions]:
     """Return the positions of each row (n, L) where a flag is set."""
-    row, position = flags.numpy().nonzero()
-    ends = row.searchsorted(np.arange(1, len(flags)))
-    return np.split(position, ends)
+    return [row.nonzero()[0] for row in flags.numpy()]
 
 
 def stack_columns(sampler: Sampler, slots: Sequence[Slot], width: int) -> dict[str, Tensor]:

@@ -105,3 +105,19 @@ def test_rows_and_steps_are_their_own():
 def test_seeds_out_of_range_are_refused(seed):
     with pytest.raises(ValueError, match="seed must be between 0"):
         CounterRng.from_seed(seed, 1)
+
+
+def test_numbers_that_are_made_ahead_are_those_of_each_step():
+    """Also of rows that have begun apart, and where a number that was handed out has been changed."""
+    seed, rows = torch.tensor([3, 5, 3]), torch.tensor([0, 0, 7])
+    for starts in ([4, 4, 4], [4, 20, 36], [4, 5, 6]):
+        start = torch.tensor(starts)
+        ahead = CounterRng(seed, rows, start, ahead=8)
+        plain = CounterRng(seed, rows, start)
+        assert ahead.is_ahead(5) and not plain.is_ahead(5) and not ahead.is_ahead(1000)
+        for step in (0, 1, 2, 30, 3, 1, 0):
+            for purpose in (Purpose.SAMPLE, Purpose.ORDER):
+                made = ahead.pairs(step, 1, 5, purpose)
+                expected = plain.pairs(step, 1, 5, purpose)
+                assert torch.equal(made[0], expected[0]) and torch.equal(made[1], expected[1])
+                made[0].zero_()

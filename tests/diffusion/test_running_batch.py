@@ -402,6 +402,16 @@ class Hides(Sampler):
         return Move(view.is_hidden, hide=view.is_free & ~view.is_hidden)
 
 
+class HidesLate(Sampler):
+    """Hides in more steps than it says."""
+
+    hides_until = 1
+
+    def move(self, view):
+        hide = view.is_free & ~view.is_hidden & (view.step > 0)[:, None]
+        return Move(view.is_hidden & (view.is_hidden.cumsum(-1) == 1), hide=hide)
+
+
 class RevealsAll(Sampler):
     """Reveals what is not hidden."""
 
@@ -421,6 +431,7 @@ XT = templates(4)[2]
     ("sampler", "options", "message"),
     [
         (Hides(), {}, "set hides_until"),
+        (HidesLate(), {}, "in step 1 of a block but has hides_until = 1: set hides_until"),
         (RevealsAll(), {}, "combine with view.is_hidden"),
         (Unhashable(), {}, r"dataclass\(frozen=True\)"),
         ("ancestral", {}, r"build_sampler\(NAME\)"),

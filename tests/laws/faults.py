@@ -319,6 +319,11 @@ FAULTS = (
             Patch(
                 RNG, "row = self.rows.numpy()[:, None]", "row = np.arange(len(self.rows))[:, None]"
             ),
+            Patch(
+                RNG,
+                "arguments = (seed[..., None], row[:, None], when",
+                "arguments = (seed[..., None], np.arange(len(row))[:, None], when",
+            ),
         ),
         (ROWS, LOSSES),
     ),
