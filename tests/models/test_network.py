@@ -1,5 +1,7 @@
 """Networks of a user's file: trained, scored, sampled, saved and loaded as the built-in one."""
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from adlm.models.network import (
     name_network,
 )
 from adlm.text.lm import load_models
+from tests.cli.terminal import invoke
 from tests.models.networks import Odd, OneStage, Shifted, SmallConfig, TwoStages, take_steps
 from tests.text.models import tokenizer
 
@@ -270,3 +273,20 @@ def test_several_models_take_what_they_need(tmp_path: Path) -> None:
         list(load_models([built_in, built_in], **given))
     with pytest.raises(ValueError, match="leave objective= out"):
         list(load_models([built_in, own], objective="nowhere:Loss", **given))
+
+
+def test_a_transformer_of_an_own_objective_is_exported_and_converted(tmp_path: Path) -> None:
+    folder = save_built_in(tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text("utf-8"))
+    name = f"{__name__}:Own"
+    (folder / "config.json").write_text(json.dumps(described | {"objective": name}), "utf-8")
+    (folder / "checksums.json").unlink(missing_ok=True)
+    ways = [("convert", folder, "--to", "lightning", "--out", tmp_path / "model.ckpt")]
+    if find_spec("transformers") is not None:
+        ways.append(("export", folder, "--out", tmp_path / "hub"))
+    for words in ways:
+        refused = invoke(*words)
+        assert refused.exit_code == 2 and "--objective MODULE:OBJECT" in refused.stderr
+        done = invoke(*words, "--objective", name)
+        assert done.exit_code == 0, done.stderr
+        assert Path(words[-1]).exists()
