@@ -71,11 +71,9 @@ def trace_rows(frames: Iterator[Any]) -> list[RowTrace]:
         else:
             is_hidden = frame.is_hidden.tolist()
             kept.append(frame.rows)
-            names, steps, nfe = (
-                [id(row) for row in frame.rows],
-                as_list(frame.step),
-                as_list(frame.nfe),
-            )
+            names = [id(row) for row in frame.rows]
+            steps = as_list(frame.steps if hasattr(frame, "steps") else frame.step)
+            nfe = as_list(frame.nfe)
         for place, name in enumerate(names):
             trace = traces.setdefault(name, RowTrace())
             moved = [i for i, is_changed in enumerate(changed[place]) if is_changed]

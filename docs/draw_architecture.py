@@ -143,7 +143,7 @@ WAYS = (
             Stop("Engine.submit", "TextRows of a Ticket", GRAY),
             Stop("RunningBatch.join", "among other rows", BLUE),
             Stop("RunningBatch.step", "a Frame for each step", BLUE),
-            Stop("PendingSteps.read", "tokens on the host", GRAY),
+            Stop("select_rows", "the TextFrame of a Ticket", GRAY),
             Stop("TextReader.read", "settled text, stops", GRAY),
             Stop("encode_event", "or one JSON answer", GRAY),
         ),

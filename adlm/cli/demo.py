@@ -96,7 +96,7 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
     rows = lm.layout_rows(PROMPT, **settings)
     title = f"{lm.name} · {rows[0].settings.sampler}"
     sampling_began = time.perf_counter()
-    frames = (step.trajectory_frame() for step in lm.stream_rows(rows, guesses=3))
+    frames = (frame.trajectory_frame() for frame in lm.stream_rows(rows, guesses=3))
     pause = PAUSE if console.is_terminal else 0
     (seen,) = watch([frames], [title], console, steps=[rows[0].planned_steps], pause=pause)
     sampling_seconds = time.perf_counter() - sampling_began

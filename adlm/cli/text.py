@@ -102,8 +102,8 @@ class GenerationRun:
     def stream_first(self, guesses: int) -> Iterator[TrajectoryFrame]:
         """Sample the first text and yield its frames."""
         began = time.perf_counter()
-        for step in self.lm.stream_rows(self.rows[:1], guesses):
-            self.frames.append(step.trajectory_frame())
+        for frame in self.lm.stream_rows(self.rows[:1], guesses):
+            self.frames.append(frame.trajectory_frame())
             self.seconds += time.perf_counter() - began
             yield self.frames[-1]
             began = time.perf_counter()

@@ -222,7 +222,7 @@ class Frame(Generic[R]):
     tokens: Tensor  # (B, L), on the device; later steps leave it as it is
     is_hidden: Tensor  # (B, L)
     changed: Tensor  # (B, L): revealed where it is not hidden now, hidden again where it is
-    step: list[int]  # frames of the row so far, with those that were passed over
+    steps: list[int]  # frames of the row so far, with those that were passed over
     nfe: list[int]  # evaluations of the row so far
     settled: list[int]  # leading positions that can no longer change
     is_done: list[bool]
@@ -803,7 +803,7 @@ class RunningBatch(Generic[R]):
             tokens=self.tokens,
             is_hidden=torch.from_numpy(self.is_hidden),
             changed=torch.from_numpy(self.is_hidden ^ before),
-            step=[slot.frames for slot in self.slots],
+            steps=[slot.frames for slot in self.slots],
             nfe=[slot.nfe for slot in self.slots],
             settled=settled,
             is_done=[slot.is_done for slot in self.slots],

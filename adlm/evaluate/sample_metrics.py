@@ -546,8 +546,7 @@ def generate_samples(lm: LM, rows: Sequence[TextRow], cache: Cache) -> list[Samp
     missing = [number for number, key in enumerate(keys) if key not in cache]
 
     def generate(numbers: Sequence[int]) -> dict[str, Sample]:
-        for _ in lm.sample([rows[number] for number in numbers]):
-            pass  # a row that is done has its tokens
+        lm.fill_rows([rows[number] for number in numbers])
         batch = {}
         for number in numbers:
             ids = rows[number].ids

@@ -73,7 +73,7 @@ class AdlmPipeline(DiffusionPipeline):
 
         def put_frame(frame: Any) -> None:
             if call is not None:
-                step = max(frame.step) - 1
+                step = max(frame.steps) - 1
                 call(self, step, step, {"canvas": frame.tokens})
 
         inputs = self.tokenizer(

@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -15,7 +14,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from html import escape
@@ -54,8 +53,8 @@ from adlm.settings import (
     list_kinds,
     list_own_names,
 )
-from adlm.text.generation import TextRow
-from adlm.text.lm import LM, StreamStep
+from adlm.text.generation import TextFrame, TextRow
+from adlm.text.lm import LM
 from adlm.view.player import read_asset
 
 log = logging.getLogger("adlm.serve")
@@ -167,11 +166,9 @@ class Guard:
     def __init__(
         self, app: Any, *, api_key: str | None, registry: CollectorRegistry, tasks: set[Any]
     ) -> None:
-        self.app, self.tasks, self.key = (
-            app,
-            tasks,
-            None if api_key is None else f"Bearer {api_key}".encode(),
-        )
+        self.app = app
+        self.tasks = tasks
+        self.key = None if api_key is None else f"Bearer {api_key}".encode()
         self.requests = Counter(
             "adlm_requests", "HTTP requests", ("path", "status"), registry=registry
         )
@@ -187,25 +184,22 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, began, size, status, has_begun = (
-            dict(scope["headers"]),
-            time.perf_counter(),
-            0,
-            500,
-            False,
-        )
+        headers = dict(scope["headers"])
+        began = time.perf_counter()
+        size = 0
+        status = 500
+        has_begun = False
         extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
         extra.append((b"x-request-id", f"req-{secrets.token_hex(12)}".encode()))
 
         async def send_more(message: Any) -> None:
             nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status, has_begun = message["status"], True
+                status = message["status"]
+                has_begun = True
                 own = dict(message.get("headers", ()))
-                message = {
-                    **message,
-                    "headers": [*own.items(), *(pair for pair in extra if pair[0] not in own)],
-                }
+                added = [pair for pair in extra if pair[0] not in own]
+                message = {**message, "headers": [*own.items(), *added]}
             await send(message)
 
         async def receive_some() -> Any:
@@ -223,7 +217,9 @@ class Guard:
         if key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), key):
             message = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
             app = answer_error(401, message, code="invalid_api_key")
-        self.tasks.add(task := asyncio.current_task())
+        task = asyncio.current_task()
+        self.tasks.add(task)
+        scope["at_end"] = at_end = AsyncExitStack()  # of the request, however it ends
         try:
             await app(scope, receive_some, send_more)
         except asyncio.CancelledError:  # by the server, which stops; a stream has sent its error
@@ -238,8 +234,7 @@ class Guard:
             await error(scope, receive, send_more)
         finally:
             self.tasks.discard(task)
-            if "at_end" in scope:  # of a stream, however it ends
-                scope["at_end"]()
+            await at_end.aclose()
             path = getattr(scope.get("route"), "path", "other")
             self.requests.labels(path, status).inc()
             self.seconds.labels(path).observe(time.perf_counter() - began)
@@ -265,34 +260,40 @@ class Answer:
         }
         self.readers = [body.make_reader(row.layout) for row in rows]
         self.nfe = [0] * len(rows)
-        self.skipped = set[int]()
 
-    def read(self, step: StreamStep) -> dict[str, Any] | None:
-        """Return the choice of a chunk that a row's step makes, if it adds something."""
-        (row,), (ids,) = step.frame.rows, step.ids
+    def read(self, frame: TextFrame) -> Iterator[dict[str, Any]]:
+        """Yield the choices of chunks that a frame makes, of each row to which it adds something."""
+        for i, row in enumerate(frame.rows):
+            if not row.is_stopped:
+                choice = self._read_row(frame, i)
+                if choice is not None:
+                    yield choice
+
+    def _read_row(self, frame: TextFrame, i: int) -> dict[str, Any] | None:
+        row = frame.rows[i]
+        ids = frame.ids[i]
+        is_done = frame.is_done[i]
         reader = self.readers[row.index]
-        self.nfe[row.index] = step.nfe[0]
-        is_done = step.frame.is_done[0]
-        text = reader.read(ids, step.frame.settled[0], is_done=is_done)
+        self.nfe[row.index] = frame.nfe[i]
+        text = reader.read(ids, frame.settled[i], is_done=is_done)
+        row.is_stopped = reader.is_stopped
+        is_end = is_done or reader.is_stopped
         choice: dict[str, Any] = {
             "index": row.index,
             "text": text,
             "logprobs": None,
             "finish_reason": None,
         }
-        if is_end := is_done or reader.is_stopped:
-            self.skipped.add(row.index)
-            choice["finish_reason"] = (
-                "stop" if reader.is_stopped or self.body.is_filling else "length"
-            )
+        if is_end:
+            is_whole = reader.is_stopped or self.body.is_filling
+            choice["finish_reason"] = "stop" if is_whole else "length"
             if self.is_infill:
-                choice["fills"] = [
-                    text for text, is_given in row.layout.pieces(ids) if not is_given
-                ]
+                pieces = row.layout.pieces(ids)
+                choice["fills"] = [piece for piece, is_given in pieces if not is_given]
         if self.body.logprobs is not None and (is_end or self.body.stream):
             choice["logprobs"] = reader.read_logprobs(ids, row.logprobs)
         if self.body.has_drafts:
-            choice["draft"] = describe_draft(step)
+            choice["draft"] = describe_draft(frame, i)
             if is_done:
                 choice["draft"]["settings"] = self.lm.describe(self.rows)
         return choice if text or is_end or "draft" in choice else None
@@ -309,15 +310,14 @@ class Answer:
         }
         return counts | {"nfe": sum(self.nfe)}
 
-    async def stream(self, frames: AsyncGenerator[StreamStep]) -> AsyncIterator[bytes]:
+    async def stream(self, frames: AsyncIterator[TextFrame]) -> AsyncIterator[bytes]:
         """Yield server-sent events."""
         has_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         extra: dict[str, Any] = {"usage": None} if has_usage else {}
         try:
-            async with aclosing(frames):
-                async for step in frames:
-                    if (choice := self.read(step)) is not None:
-                        yield encode_event({**self.head, "choices": [choice], **extra})
+            async for frame in frames:
+                for choice in self.read(frame):
+                    yield encode_event({**self.head, "choices": [choice], **extra})
             if has_usage:
                 yield encode_event({**self.head, "choices": [], "usage": self.count_usage()})
             yield b"data: [DONE]\n\n"
@@ -329,14 +329,13 @@ class Answer:
                 describe_error(500, "the server failed while it sampled: retry the request")
             )
 
-    async def finish(self, frames: AsyncGenerator[StreamStep]) -> dict[str, Any]:
+    async def finish(self, frames: AsyncIterator[TextFrame]) -> dict[str, Any]:
         """Return the whole answer."""
         choices: list[dict[str, Any]] = [{} for _ in self.readers]
-        async with aclosing(frames):
-            async for step in frames:
-                if choice := self.read(step):
-                    index = choice["index"]
-                    choices[index] = choice | {"text": self.readers[index].text}
+        async for frame in frames:
+            for choice in self.read(frame):
+                index = choice["index"]
+                choices[index] = choice | {"text": self.readers[index].text}
         return {**self.head, "choices": choices, "usage": self.count_usage()}
 
 
@@ -480,12 +479,10 @@ def create_app(
         else:
             rows = await asyncio.to_thread(layout_rows)
         answer = Answer(body, engine.lm, rows, name)
-        fields = {"skipped": answer.skipped, "guesses": body.guesses, "logprobs": body.logprobs}
-        frames = stream_rows(engine, rows, ALL if body.has_drafts else SETTLED, **fields)
+        wanted = ALL if body.has_drafts else SETTLED
+        stream = stream_rows(engine, rows, wanted, guesses=body.guesses, logprobs=body.logprobs)
+        frames = await http.scope["at_end"].enter_async_context(stream)
         if body.stream:
-            http.scope["at_end"] = partial(
-                answer.skipped.update, range(len(answer.readers))
-            )  # they leave the batch
             return StreamingResponse(answer.stream(frames), media_type="text/event-stream")
         return await run_while_connected(http, answer.finish(frames))
 

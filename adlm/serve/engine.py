@@ -6,25 +6,26 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
 from itertools import compress
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
 
 from adlm.diffusion.sampling import Frame, RowsError, RunningBatch
-from adlm.text.generation import TextRow
-from adlm.text.lm import LM, StreamStep, predict_guesses
+from adlm.text.generation import TextFrame, TextRow, select_rows, show_frame
+from adlm.text.lm import LM
 from adlm.text.templates import classify_tokens
 
 log = logging.getLogger("adlm.serve")
 T = TypeVar("T")
 MAX_UNREAD = 256  # steps whose frames are kept for a slow client
 LAST, SETTLED, ALL = "last", "settled", "all"  # the frames of a row that are delivered
+# A frame, whose rows are delivered, and when its tokens have come from a GPU.
+Delivery = tuple[Frame[TextRow], list[int], torch.cuda.Event | None]
 
 
 class QueueFullError(RuntimeError):
@@ -58,7 +59,7 @@ class EngineLimits:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
     def check_size(self, count: int, steps: int | None) -> None:
-        """Raise if a request is for too many texts, or for texts of too many steps."""
+        """Raise if a request is for too many texts, or for texts of too many steps, before they are laid out."""
         allowed = min(self.max_texts, self.max_rows + self.max_waiting)  # more never fit
         if count > allowed:
             raise ValueError(
@@ -68,15 +69,6 @@ class EngineLimits:
             raise ValueError(
                 f"a text takes {steps} steps, at most {self.max_steps} are allowed: use fewer steps"
             )
-
-    def check_rows(self, rows: Sequence[TextRow]) -> None:
-        """Raise if the rows of a request exceed the limits of one."""
-        settings = rows[0].settings
-        steps = rows[0].planned_steps
-        if steps is None and settings.steps is not None:  # every block takes all of them
-            longest = max(len(row.layout) for row in rows)
-            steps = settings.steps * math.ceil(longest / (settings.block or 1))
-        self.check_size(len(rows), steps)
 
 
 @dataclass
@@ -92,26 +84,22 @@ class EngineStats:
     rejected: int = 0  # requests that the queue had no room for
 
 
-Notify = Callable[[list[StreamStep] | Exception], None]
+Notify = Callable[[TextFrame | Exception], None]
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in the engine; `notify` is called in the engine's thread with its new frames, or with an error."""
+    """A request in the engine; `notify` is called in the engine's thread with its frames, or with an error."""
 
     rows: Sequence[TextRow]
     notify: Notify
     frames: str = LAST
-    skipped: set[int] = field(
-        default_factory=set
-    )  # rows that are no longer wanted: they leave before the next step
     guesses: int | None = None  # of the anchor network, in every frame; None: frames without tokens
-    logprobs: int | None = (
-        None  # likeliest tokens recorded for every token that is drawn; None: no logprobs
-    )
+    logprobs: int | None = None  # likeliest tokens recorded with each draw; None: no logprobs
     is_over: bool = False  # cancelled or failed: none of its rows is wanted
+    last: TextFrame | None = None  # with guesses, that was sent
 
-    def send(self, news: list[StreamStep] | Exception) -> None:
+    def send(self, news: TextFrame | Exception) -> None:
         """Call `notify`; a request whose event loop is closed is cancelled."""
         try:
             self.notify(news)
@@ -124,7 +112,9 @@ class Turns:
     """Turns of two threads to use the model; where they are not needed, both use it at the same time."""
 
     def __init__(self, is_needed: bool) -> None:
-        self.is_needed, self.turn, self.next_turn = is_needed, threading.Lock(), threading.Lock()
+        self.is_needed = is_needed
+        self.turn = threading.Lock()
+        self.next_turn = threading.Lock()
 
     @contextmanager
     def take(self) -> Iterator[None]:
@@ -144,19 +134,22 @@ class Engine:
     """Samples the requests of many clients with one model; each gets the texts of `LM.generate` or `LM.infill`."""
 
     def __init__(self, lm: LM, limits: EngineLimits | None = None) -> None:
-        self.lm, self.limits, self.stats = lm, limits or EngineLimits(), EngineStats()
+        self.lm = lm
+        self.limits = limits or EngineLimits()
+        self.stats = EngineStats()
         self.wake = threading.Condition()  # guards what follows
-        self.waiting, self.calls = deque[TextRow](), set[Future[Any]]()
-        self.is_stopping = self.is_draining = False
+        self.waiting = deque[TextRow]()
+        self.calls = set[Future[Any]]()
+        self.is_stopping = False
+        self.is_draining = False
         self.running = 0  # rows in the batch
         self.seconds_per_text = 1.0  # a moving average, for Retry-After
         self.thread: threading.Thread | None = None
         self.pool = ThreadPoolExecutor(1, "adlm-calls")
-        self.turns = Turns(
-            lm.device.type == "cuda"
-        )  # where a prediction is valid until the next one
+        # On a GPU a prediction is valid until the next one.
+        self.turns = Turns(lm.device.type == "cuda")
         self.batch = make_batch(lm)
-        self.pending = deque[PendingSteps]()
+        self.pending = deque[Delivery]()
         self.open: dict[TextRow, None] = {}  # that have joined, and whose last frame is not sent
 
     def start(self) -> Self:
@@ -169,7 +162,8 @@ class Engine:
     def stop(self, *, drain: bool = False, timeout: float = 30.0) -> None:
         """Stop the thread at the next step or, to drain, when all requests are answered; the others get an error."""
         with self.wake:
-            self.is_stopping, self.is_draining = True, drain
+            self.is_stopping = True
+            self.is_draining = drain
             self.wake.notify_all()
         if self.thread is not None:
             self.thread.join(timeout)
@@ -191,24 +185,20 @@ class Engine:
     def submit(self, ticket: Ticket) -> Ticket:
         """Put a request into the queue."""
         rows = ticket.rows
-        self.limits.check_rows(rows)
+        self.limits.check_size(len(rows), count_steps(rows))
         for row in rows:
-            row.owner = ticket
+            row.ticket = ticket
             row.top_logprobs = ticket.logprobs
             row.every_step = ticket.frames == ALL
         with self.wake:
             self._require_running()
-            count, most = (
-                len(self.waiting) + self.running,
-                self.limits.max_rows + self.limits.max_waiting,
-            )
+            count = len(self.waiting) + self.running
+            most = self.limits.max_rows + self.limits.max_waiting
             if count + len(rows) > most:
                 self.stats.rejected += 1
-                seconds = max(
-                    1, min(60, round(self.seconds_per_text * count / self.limits.max_rows))
-                )
+                seconds = round(self.seconds_per_text * count / self.limits.max_rows)
                 message = f"{count} texts are running or waiting, at most {most} may, {len(rows)} are requested"
-                raise QueueFullError(message, seconds)
+                raise QueueFullError(message, max(1, min(60, seconds)))
             self.waiting.extend(rows)
             self.wake.notify_all()
         return ticket
@@ -217,7 +207,7 @@ class Engine:
         """Stop a request: it leaves the queue now, the batch before the next step."""
         with self.wake:
             ticket.is_over = True
-            self.waiting = deque(row for row in self.waiting if not is_skipped(row))
+            self.waiting = deque(row for row in self.waiting if row.ticket is not ticket)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Call a function in a thread of its own, one after the other, while (on a GPU: between) the batch's steps."""
@@ -238,7 +228,8 @@ class Engine:
         """The thread: rows leave and join, then a step; until it is stopped."""
         while True:
             with self.wake:
-                self.wake.wait_for(lambda: self._has_work() or self.is_stopping)
+                while not (self._has_work() or self.is_stopping):
+                    self.wake.wait()
                 if self.is_stopping and not (self.is_draining and self._has_work()):
                     break
             try:
@@ -299,20 +290,20 @@ class Engine:
 
     def _drop(self, error: RowsError) -> None:
         """Answer the requests of some rows with their error; all rows of these requests leave."""
-        failed = {row.owner for row in error.rows if isinstance(row, TextRow)}
-        gone = [row for row in self.open if row.owner in failed]
+        failed = {row.ticket for row in error.rows if isinstance(row, TextRow)}
+        gone = [row for row in self.open if row.ticket in failed]
         fail(gone, error.cause)
         for row in gone:
             self.open.pop(row)
         self.batch.leave(gone)
         with self.wake:
-            self.waiting = deque(row for row in self.waiting if row.owner not in failed)
+            self.waiting = deque(row for row in self.waiting if row.ticket not in failed)
             self.running = len(self.batch.rows)
 
     def _count_leaving(self, rows: Sequence[TextRow]) -> None:
         """Count rows that leave."""
         for row in rows:
-            if row.owner.is_over:
+            if row.ticket.is_over and not row.is_stopped:
                 self.stats.cancelled += 1
             else:
                 self.stats.texts += 1
@@ -320,81 +311,93 @@ class Engine:
 
     def _step(self) -> None:
         """Take a step and deliver the frames: on a GPU those of the step before, without waiting for this one."""
-        began, stats = time.perf_counter(), self.stats
+        began = time.perf_counter()
         frame = self.batch.step()
-        stats.steps += 1
-        stats.row_steps += len(frame.rows)
-        stats.nfe += len(self.batch.evaluated)
-        done = list(compress(frame.rows, frame.is_done))
+        self.stats.steps += 1
+        self.stats.row_steps += len(frame.rows)
+        self.stats.nfe += len(self.batch.evaluated)
         chosen = choose_rows(frame)
+        done = list(compress(frame.rows, frame.is_done))
         if done:
-            mean_steps = sum(compress(frame.step, frame.is_done)) / len(done)
+            mean_steps = sum(compress(frame.steps, frame.is_done)) / len(done)
             seconds = (time.perf_counter() - began) * mean_steps
             self.seconds_per_text += 0.2 * (seconds - self.seconds_per_text)
         self._count_leaving(done)
         with self.wake:
             self.running = len(self.batch.rows)
+        keep = 0
         if chosen:
-            self.pending.append(PendingSteps(frame, chosen))
-        is_waiting = frame.tokens.is_cuda and bool(self.batch.rows)
-        self._deliver(keep=1 if is_waiting and chosen else 0)
+            is_ready = None
+            if frame.tokens.is_cuda:
+                tokens = torch.empty_like(frame.tokens, device="cpu", pin_memory=True)
+                frame.tokens = tokens.copy_(frame.tokens, non_blocking=True)
+                is_ready = torch.cuda.Event()
+                is_ready.record()
+                keep = 1 if self.batch.rows else 0
+            else:
+                frame.tokens = frame.tokens.cpu()
+            self.pending.append((frame, chosen, is_ready))
+        self._deliver(keep)
 
     def _deliver(self, keep: int = 0) -> None:
-        """Deliver the steps that are pending, but for some of the last."""
+        """Deliver the frames that are pending, but for some of the last: to each request the part of its rows."""
         while len(self.pending) > keep:
-            news: dict[Ticket, list[StreamStep]] = {}
-            for step in self.pending.popleft().read():
-                (row,) = step.frame.rows
-                if row.owner.is_over:
+            frame, chosen, is_ready = self.pending.popleft()
+            if is_ready is not None:
+                is_ready.synchronize()
+            parts: dict[Ticket, list[int]] = {}
+            for i in chosen:
+                row = frame.rows[i]
+                if is_skipped(row):
                     self.open.pop(row, None)
-                    continue
-                news.setdefault(row.owner, []).append(add_guesses(self.lm, step))
-            for ticket, steps in news.items():
-                ticket.send(steps)
-                for step in steps:
-                    if step.frame.is_done[0]:
-                        self.open.pop(step.frame.rows[0], None)
+                else:
+                    parts.setdefault(row.ticket, []).append(i)
+            for ticket, places in parts.items():
+                part = select_rows(frame, places)
+                if ticket.guesses is not None:
+                    show_frame(part, ticket.last, self.lm.evaluator, ticket.guesses)
+                    ticket.last = part
+                ticket.send(part)
+                for row in compress(part.rows, part.is_done):
+                    self.open.pop(row, None)
 
 
-def stream_rows(
+@asynccontextmanager
+async def stream_rows(
     engine: Engine, rows: Sequence[TextRow], frames: str = SETTLED, **fields: Any
-) -> AsyncGenerator[StreamStep]:
-    """Submit rows, with `fields` of their Ticket, and return their frames; closing them cancels the request."""
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[StreamStep] | Exception]()
+) -> AsyncIterator[AsyncIterator[TextFrame]]:
+    """Context manager: submit rows, with `fields` of their Ticket, and yield their frames; at its end they leave."""
+    loop = asyncio.get_running_loop()
+    queue = asyncio.Queue[TextFrame | Exception]()
 
-    def notify(news: list[StreamStep] | Exception) -> None:
-        if isinstance(news, list) and queue.qsize() >= MAX_UNREAD:  # the last frames have all text
-            news = [step for step in news if step.frame.is_done[0]]
-        loop.call_soon_threadsafe(queue.put_nowait, news)
+    def notify(news: TextFrame | Exception) -> None:
+        is_last = isinstance(news, Exception) or any(news.is_done)  # a last frame has all text
+        if is_last or queue.qsize() < MAX_UNREAD:
+            loop.call_soon_threadsafe(queue.put_nowait, news)
+
+    async def read_frames() -> AsyncIterator[TextFrame]:
+        left = set(rows)
+        while any(not row.is_stopped for row in left):
+            news = await queue.get()
+            if isinstance(news, QueueFullError):
+                raise news
+            if isinstance(news, Exception):
+                raise RuntimeError("sampling has failed") from news
+            left.difference_update(compress(news.rows, news.is_done))
+            yield news
 
     ticket = engine.submit(Ticket(rows, notify, frames, **fields))
-
-    async def read_frames() -> AsyncGenerator[StreamStep]:
-        left = {row.index for row in rows}
-        try:
-            while left - ticket.skipped:
-                news = await queue.get()
-                if isinstance(news, QueueFullError):
-                    raise news
-                if isinstance(news, Exception):
-                    raise RuntimeError("sampling has failed") from news
-                for step in news:
-                    (row,) = step.frame.rows
-                    if step.frame.is_done[0]:
-                        left.discard(row.index)
-                    if row.index not in ticket.skipped:
-                        yield step
-        finally:
-            if left - ticket.skipped:
-                engine.cancel(ticket)
-
-    return read_frames()
+    try:
+        yield read_frames()
+    finally:
+        engine.cancel(ticket)
 
 
 async def fill_rows(engine: Engine, rows: Sequence[TextRow]) -> None:
     """Sample rows."""
-    async for _ in stream_rows(engine, rows, LAST):
-        pass  # a row that is done has its tokens
+    async with stream_rows(engine, rows, LAST) as frames:
+        async for _ in frames:
+            pass  # a row that is done has its tokens
 
 
 def make_batch(lm: LM) -> RunningBatch[TextRow]:
@@ -402,14 +405,23 @@ def make_batch(lm: LM) -> RunningBatch[TextRow]:
     return RunningBatch(lm.evaluator, banned=classify_tokens(lm.tokenizer).banned)
 
 
+def count_steps(rows: Sequence[TextRow]) -> int | None:
+    """Return how many steps rows that were laid out together take, where it is known."""
+    settings = rows[0].settings
+    if settings.block is None or settings.steps is None:
+        return rows[0].planned_steps
+    longest = max(len(row.layout) for row in rows)
+    return settings.steps * math.ceil(longest / settings.block)  # every block takes all of them
+
+
 def is_skipped(row: TextRow) -> bool:
     """Whether a row is no longer wanted."""
-    return row.owner.is_over or row.index in row.owner.skipped
+    return row.is_stopped or row.ticket.is_over
 
 
 def fail(rows: Sequence[TextRow], error: Exception) -> None:
     """Answer the requests of rows with an error, but for those that are over."""
-    for ticket in dict.fromkeys(row.owner for row in rows):
+    for ticket in dict.fromkeys(row.ticket for row in rows):
         if not ticket.is_over:
             ticket.is_over = True
             ticket.send(error)
@@ -419,63 +431,9 @@ def choose_rows(frame: Frame[TextRow]) -> list[int]:
     """Return the rows whose frames are wanted: the last ones, those with newly settled text, or all."""
     chosen = []
     for i, row in enumerate(frame.rows):
-        wants = row.owner.frames
+        wants = row.ticket.frames
         is_settled = wants == SETTLED and frame.settled[i] > row.delivered
         if frame.is_done[i] or wants == ALL or is_settled:
             chosen.append(i)
             row.delivered = frame.settled[i]
     return chosen
-
-
-def split_frame(frame: Frame[TextRow], tokens: Tensor, chosen: Sequence[int]) -> list[StreamStep]:
-    """Return the step of each chosen row, whose tokens (n, L) are on the host."""
-    steps = []
-    for k, i in enumerate(chosen):
-        row = frame.rows[i]
-        length = len(row.layout)
-        own = Frame(
-            rows=[row],
-            tokens=tokens[[k], :length],
-            is_hidden=frame.is_hidden[[i], :length],
-            changed=frame.changed[[i], :length],
-            step=[frame.step[i]],
-            nfe=[frame.nfe[i]],
-            settled=[frame.settled[i]],
-            is_done=[frame.is_done[i]],
-        )
-        steps.append(StreamStep(frame.step[i], own))
-    return steps
-
-
-def add_guesses(lm: LM, step: StreamStep) -> StreamStep:
-    """Add guesses to the step of a row, where its request wants them; they are not counted as NFE."""
-    (row,) = step.frame.rows
-    if row.owner.guesses is None or lm.row_format.is_causal:
-        return step
-    if row.guesses is None or bool(step.frame.changed.any()):
-        frame = replace(step.frame, tokens=step.frame.tokens.to(lm.device))
-        row.guesses = predict_guesses(lm.evaluator, frame, row.owner.guesses)
-    return replace(step, guesses=row.guesses)
-
-
-class PendingSteps:
-    """The steps of some rows of a frame, whose tokens are on their way from a GPU while the next step runs."""
-
-    def __init__(self, frame: Frame[TextRow], chosen: Sequence[int]) -> None:
-        self.frame, self.chosen = frame, chosen
-        index = torch.tensor(chosen)
-        self.is_ready: torch.cuda.Event | None = None
-        if frame.tokens.is_cuda:
-            tokens = frame.tokens[index.pin_memory().to(frame.tokens.device, non_blocking=True)]
-            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self.tokens.copy_(tokens, non_blocking=True)
-            self.is_ready = torch.cuda.Event()
-            self.is_ready.record()
-        else:
-            self.tokens = frame.tokens.cpu()[index]
-
-    def read(self) -> list[StreamStep]:
-        """Return the steps, when their tokens have come."""
-        if self.is_ready is not None:
-            self.is_ready.synchronize()
-        return split_frame(self.frame, self.tokens, self.chosen)

@@ -19,8 +19,8 @@ from adlm.settings import (
     make_optional,
 )
 from adlm.text import templates
-from adlm.text.generation import TextRow
-from adlm.text.lm import LM, StreamStep
+from adlm.text.generation import TextFrame, TextRow
+from adlm.text.lm import LM
 from adlm.text.templates import Hole, Layout, Span, Template, decode_tokens
 
 MAX_LENGTHS = 32  # of a hole before a suffix, among which the model chooses
@@ -234,19 +234,16 @@ def layout_filling(lm: LM, texts: Sequence[Template], settings: SamplingSettings
     return lm.layout_rows(settings=settings, template=texts)
 
 
-def describe_draft(step: StreamStep) -> dict[str, Any]:
-    """Return a step as a stream carries it, with its tokens where guesses are wanted."""
-    draft: dict[str, Any] = {"step": step.step, "nfe": step.nfe[0], "text": step.texts[0]}
-    if step.frame.rows[0].owner.guesses is not None:
-        draft["tokens"] = [
-            [
-                each.state,
-                each.text,
-                each.is_anchor,
-                [[text, round(p, 3)] for text, p in each.guesses],
-            ]
-            for each in step.trajectory_frame().tokens
-        ]
+def describe_draft(frame: TextFrame, i: int) -> dict[str, Any]:
+    """Return row `i` of a frame as a stream carries it, with its tokens where guesses are wanted."""
+    row = frame.rows[i]
+    text = row.layout.text(frame.ids[i])
+    draft: dict[str, Any] = {"step": frame.steps[i], "nfe": frame.nfe[i], "text": text}
+    if row.ticket.guesses is not None:
+        draft["tokens"] = []
+        for token in frame.trajectory_frame(i).tokens:
+            guesses = [[guess, round(prob, 3)] for guess, prob in token.guesses]
+            draft["tokens"].append([token.state, token.text, token.is_anchor, guesses])
     return draft
 
 

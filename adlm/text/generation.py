@@ -1,33 +1,56 @@
-"""Rows of text: how a model's rows are laid out, with a length for every hole, and read back."""
+"""Rows and frames of texts; how a model's rows are laid out, with a length for every hole."""
 
 import math
-from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.tokenizers import Tokenizer
+from adlm.diffusion.anchors import rare_in_sequence
+from adlm.diffusion.features import (
+    FeatureModel,
+    compute_anchor_features,
+    compute_features,
+    find_anchor_head,
+)
 from adlm.diffusion.plans import mean_noise_level
-from adlm.diffusion.sampling import Row
+from adlm.diffusion.sampling import Frame, Row
 from adlm.models.evaluator import ModelEvaluator
 from adlm.settings import SamplingSettings, SettingsError
 from adlm.text.templates import (
+    WORD,
     Hole,
     Layout,
+    Span,
     Template,
     build_layout,
+    classify_tokens,
     parse_template,
     set_hole_lengths,
     tokenize_piece,
+)
+from adlm.view.trajectory import (
+    GIVEN,
+    HIDDEN,
+    REMASKED,
+    REVEALED,
+    VISIBLE,
+    TokenState,
+    TrajectoryFrame,
 )
 
 Templates = Template | Sequence[Template]
 MAX_NEIGHBORS = 4  # given tokens on each side of a hole that are scored
 MAX_ROWS = 64  # evaluated at a time
+MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
+MAX_COUNT = 5  # the paper's tau: a token that occurs at most so often is shown as an anchor
 # The prior of n tokens is n ** -LENGTH_PENALTY. Without it holes are too long: distant tokens say little about each
 # other, so all long holes fit about equally well (docs/LOG.md).
 LENGTH_PENALTY = 2.0
@@ -44,9 +67,9 @@ class TextRow(Row):
     settings: SamplingSettings = field(kw_only=True)  # with the seed, the sampler's name and steps
     index: int = 0  # among the rows that were laid out together
 
-    owner: Any = field(default=None, init=False)  # who takes its frames
+    ticket: Any = field(default=None, init=False)  # the request that it belongs to, in a server
     delivered: int = field(default=0, init=False)  # leading positions that were, and cannot change
-    guesses: Any = field(default=None, init=False)  # at its last change, where they are wanted
+    is_stopped: bool = field(default=False, init=False)  # the rest is not wanted: it leaves
 
     @property
     def planned_steps(self) -> int | None:
@@ -76,6 +99,133 @@ class TextRow(Row):
                 text = text[: min((end for end in ends if end >= 0), default=len(text))]
             pieces.append((text, is_given))
         return pieces
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A network's top predictions for every position, likeliest first."""
+
+    tokens: Tensor  # (B, L, k)
+    probs: Tensor  # (B, L, k)
+    is_anchor: Tensor  # (B, L): rare in the predicted text
+
+
+@dataclass
+class TextFrame(Frame[TextRow]):
+    """The texts after a step; step 0 is before the first."""
+
+    guesses: Guesses | None = None
+    states: dict[int, tuple[TokenState, ...]] = field(default_factory=dict, repr=False)  # by row
+
+    @property
+    def step(self) -> int:
+        """The steps of the text that has taken most."""
+        return max(self.steps)
+
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """The tokens of each text."""
+        tokens = self.tokens.tolist()
+        return [ids[: len(row.layout)] for row, ids in zip(self.rows, tokens, strict=True)]
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts so far, hidden tokens as blocks."""
+        return [row.layout.text(ids) for row, ids in zip(self.rows, self.ids, strict=True)]
+
+    def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
+        """Return one of the texts as terminal, player and GIF draw it."""
+        if row not in self.states:
+            self.states[row] = tuple(self._iterate_states(row))
+        return TrajectoryFrame(self.step, self.nfe[row], self.states[row])
+
+    def _iterate_states(self, row: int) -> Iterator[TokenState]:
+        layout = self.rows[row].layout
+        is_hidden = self.is_hidden[row].tolist()
+        changed = self.changed[row].tolist()
+        for position, text in layout.parts(self.ids[row]):
+            if position is None:  # given text without a token
+                yield TokenState(text or "", GIVEN)
+                continue
+            if is_hidden[position]:
+                state = REMASKED if changed[position] else HIDDEN
+            elif layout.is_fixed[position]:
+                state = GIVEN
+            else:
+                state = REVEALED if changed[position] else VISIBLE
+            guesses: list[tuple[str, float]] = []
+            is_anchor = False
+            if self.guesses is not None:
+                is_anchor = bool(self.guesses.is_anchor[row, position])
+                if is_hidden[position]:
+                    guesses = self._list_guesses(row, position, self.guesses)
+            yield TokenState(text or "", state, tuple(guesses), is_anchor)
+
+    def _list_guesses(self, row: int, position: int, guesses: Guesses) -> list[tuple[str, float]]:
+        """List the likeliest texts of a hidden position, with their probabilities."""
+        layout = self.rows[row].layout
+        tokens = guesses.tokens[row, position].tolist()
+        names = [layout.tokenizer.decode([token]) for token in tokens]
+        if layout.kinds[position] == WORD:  # the blank before it is given
+            names = [name.removeprefix(" ") for name in names]
+        return list(zip(names, guesses.probs[row, position].tolist(), strict=True))
+
+
+def select_rows(frame: Frame[TextRow], places: Sequence[int]) -> TextFrame:
+    """Return the frame of some of its rows."""
+    rows = [frame.rows[i] for i in places]
+    width = max(len(row.layout) for row in rows)
+    index = torch.tensor(places)
+    return TextFrame(
+        rows=rows,
+        tokens=frame.tokens[index, :width],
+        is_hidden=frame.is_hidden[index, :width],
+        changed=frame.changed[index, :width],
+        steps=[frame.steps[i] for i in places],
+        nfe=[frame.nfe[i] for i in places],
+        settled=[frame.settled[i] for i in places],
+        is_done=[frame.is_done[i] for i in places],
+    )
+
+
+def show_frame(
+    frame: TextFrame, last: TextFrame | None, evaluator: ModelEvaluator, guesses: int
+) -> None:
+    """Add guesses to a frame, which a causal model has not; where nothing has changed since the last, share its own."""
+    if last is None or last.rows != frame.rows or bool(frame.changed.any()):
+        if guesses > 0 and evaluator.mask_id is not None:
+            frame.guesses = predict_guesses(evaluator, frame, guesses)
+        return
+    frame.guesses = last.guesses
+    if not bool(last.changed.any()):  # what was revealed there is no longer new
+        frame.states = last.states
+
+
+@torch.no_grad()
+def predict_guesses(evaluator: ModelEvaluator, frame: TextFrame, count: int) -> Guesses:
+    """Predict the likeliest tokens of a frame with the anchor network (one stage: the network), not counted as NFE."""
+    model: FeatureModel = evaluator.model
+    tokens = frame.tokens.to(evaluator.device)
+    lengths = torch.tensor([len(row.layout) for row in frame.rows])
+    valid = torch.arange(tokens.shape[1]) < lengths[:, None]
+    level = mean_noise_level(frame.is_hidden.sum(-1) / lengths).to(tokens.device)
+    padding = None if bool(valid.all()) else valid.to(tokens.device)
+    head = find_anchor_head(model)
+    if head is None:
+        head = model.head
+        features = compute_features(model, tokens, level, valid=padding).final
+    else:
+        features = compute_anchor_features(model, tokens, level, valid=padding)
+    special = classify_tokens(frame.rows[0].layout.tokenizer).special
+    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True)
+    special = special.to(tokens.device)
+    best = [
+        head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
+        for part in features.flatten(0, 1).split(MAX_POSITIONS)
+    ]
+    probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
+    likeliest = torch.where(frame.is_hidden.to(tokens.device), ids[..., 0], tokens)
+    return Guesses(ids.cpu(), probs.cpu(), rare_in_sequence(MAX_COUNT)(likeliest.cpu(), valid))
 
 
 @dataclass(frozen=True)
@@ -119,9 +269,10 @@ class RowFormat:
             expected = f"expected at most {self.longest}, this model's rows have {ends}"
             raise SettingsError({"length": length}, f"{expected}; make it smaller")
         # A blank at the end of the prompt belongs to the first word after it.
-        hole = Hole.of_length(max(1, self.longest))
-        layout = self.build_layout(parse_template((prompt, hole)))
-        taken = sum(span.end - span.start for span in layout.spans) - hole.max_tokens
+        most = max(1, self.longest)
+        layout = self.build_layout(parse_template((prompt, Hole(most, most))))
+        hole = layout.spans[-1]
+        taken = sum(span.end - span.start for span in layout.spans) - most
         length = self.longest if length is None else length
         if taken >= length:
             larger = (
@@ -135,7 +286,14 @@ class RowFormat:
             raise SettingsError(
                 {"max_new_tokens": max_new_tokens}, f"{problem}; make it smaller, or the prompt"
             )
-        return layout.shorten_hole(max_new_tokens or length - taken)
+        end = hole.start + (max_new_tokens or length - taken)
+        return replace(
+            layout,
+            spans=(*layout.spans[:-1], Span(hole.start, end)),
+            ids=layout.ids[:end] + layout.ids[hole.end :],
+            is_fixed=layout.is_fixed[:end] + layout.is_fixed[hole.end :],
+            kinds=layout.kinds[:end] + layout.kinds[hole.end :],
+        )
 
     def layout_template(
         self, template: Template, get_evaluator: Callable[[], ModelEvaluator]

@@ -3,32 +3,24 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.convert import is_lineage, load_lineage
 from adlm.data.hub import HUB_NAME, download_model
 from adlm.devices import pick_device
-from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.features import (
-    FeatureModel,
-    compute_anchor_features,
-    compute_features,
-    find_anchor_head,
-)
+from adlm.diffusion.features import find_anchor_head
 from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.objectives import OBJECTIVES, GivenObjective, choose_objective
-from adlm.diffusion.plans import Plan, mean_noise_level
+from adlm.diffusion.plans import Plan
 from adlm.diffusion.samplers import ByScore, LeftToRight, choose_sampler, refuse_samplers
-from adlm.diffusion.sampling import Frame, Sampler, sample, sample_together
+from adlm.diffusion.sampling import Sampler, sample, sample_together
 from adlm.errors import suggest_names
 from adlm.likelihood import NatsSettings, RowNats, Texts, row_nats
 from adlm.models import folder as model_folder
@@ -42,22 +34,11 @@ from adlm.settings import (
     SettingsError,
 )
 from adlm.text import generation
-from adlm.text.generation import RowFormat, Templates, TextRow
-from adlm.text.templates import WORD, Layout, Template, classify_tokens
-from adlm.view.trajectory import (
-    GIVEN,
-    HIDDEN,
-    REMASKED,
-    REVEALED,
-    VISIBLE,
-    TokenState,
-    Trajectory,
-    TrajectoryFrame,
-)
+from adlm.text.generation import RowFormat, Templates, TextFrame, TextRow, show_frame
+from adlm.text.templates import Layout, Template, classify_tokens
+from adlm.view.trajectory import Trajectory, TrajectoryFrame
 
 Prompts = str | Sequence[str]
-MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
-MAX_COUNT = 5  # the paper's tau: a token that occurs at most so often is shown as an anchor
 
 
 class GenerationOutput(list[str]):
@@ -99,83 +80,6 @@ class Score:
     @property
     def ppl(self) -> float:
         return math.exp(self.nll) if self.nll < 700 else math.inf
-
-
-@dataclass(frozen=True)
-class Guesses:
-    """A network's top predictions for every position, likeliest first."""
-
-    tokens: Tensor  # (B, L, k)
-    probs: Tensor  # (B, L, k)
-    is_anchor: Tensor  # (B, L): rare in the predicted text
-
-
-@dataclass(frozen=True)
-class StreamStep:
-    """The texts after one step; step 0 is before the first."""
-
-    step: int
-    frame: Frame[TextRow]
-    guesses: Guesses | None = None
-    states: dict[int, tuple[TokenState, ...]] = field(
-        default_factory=dict, repr=False
-    )  # drawn so far, by row
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The layout of each text."""
-        return tuple(row.layout for row in self.frame.rows)
-
-    @cached_property
-    def ids(self) -> list[list[int]]:
-        """The tokens of each text."""
-        rows = zip(self.layouts, self.frame.tokens.tolist(), strict=True)
-        return [ids[: len(layout)] for layout, ids in rows]
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts so far, hidden tokens as blocks."""
-        return [layout.text(ids) for layout, ids in zip(self.layouts, self.ids, strict=True)]
-
-    @property
-    def nfe(self) -> list[int]:
-        """Network evaluations of each text so far."""
-        return self.frame.nfe
-
-    def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
-        """Return one of the texts as terminal, player and GIF draw it."""
-        if row not in self.states:
-            self.states[row] = tuple(self._iterate_states(row))
-        return TrajectoryFrame(self.step, self.frame.nfe[row], self.states[row])
-
-    def _iterate_states(self, row: int) -> Iterator[TokenState]:
-        layout, frame = self.layouts[row], self.frame
-        masked, changed = frame.is_hidden[row].tolist(), frame.changed[row].tolist()
-        for position, text in layout.parts(self.ids[row]):
-            if position is None:  # given text without a token
-                yield TokenState(text or "", GIVEN)
-                continue
-            if masked[position]:
-                state = REMASKED if changed[position] else HIDDEN
-            else:
-                state = (
-                    GIVEN
-                    if layout.is_fixed[position]
-                    else REVEALED
-                    if changed[position]
-                    else VISIBLE
-                )
-            guesses: list[tuple[str, float]] = []
-            if self.guesses is not None and masked[position]:
-                names = [
-                    layout.tokenizer.decode([token])
-                    for token in self.guesses.tokens[row, position].tolist()
-                ]
-                if layout.kinds[position] == WORD:  # the blank before it is given
-                    names = [name.removeprefix(" ") for name in names]
-                guesses = list(zip(names, self.guesses.probs[row, position].tolist(), strict=True))
-            is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, position])
-            yield TokenState(text or "", state, tuple(guesses), is_anchor)
 
 
 class LM:
@@ -359,42 +263,31 @@ class LM:
     def fill_rows(self, rows: Sequence[TextRow]) -> GenerationOutput:
         """Sample rows that were laid out together, a batch at a time."""
         began = time.perf_counter()
+        banned = classify_tokens(self.tokenizer).banned
         batch = rows[0].settings.batch
         for first in range(0, len(rows), batch):
-            for _ in self.sample(rows[first : first + batch]):
+            for _ in sample(self.evaluator, rows[first : first + batch], banned=banned):
                 pass  # a row that is done has its tokens
         return GenerationOutput(rows, self.describe(rows), time.perf_counter() - began)
 
-    def sample(self, rows: Sequence[TextRow]) -> Iterator[Frame[TextRow]]:
-        """Sample rows in one batch and yield a frame for each step."""
-        return sample(self.evaluator, rows, banned=classify_tokens(self.tokenizer).banned)
-
-    def stream_rows(self, rows: Sequence[TextRow], guesses: int = 0) -> Iterator[StreamStep]:
+    def stream_rows(self, rows: Sequence[TextRow], guesses: int = 0) -> Iterator[TextFrame]:
         """Yield the texts of rows after every step, in one batch; step 0 is before the first."""
-        known = int((~classify_tokens(self.tokenizer).special).sum())
+        classes = classify_tokens(self.tokenizer)
+        known = int((~classes.special).sum())
         if not 0 <= guesses <= known:
             raise ValueError(
                 f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}"
             )
         for row in rows:
             row.every_step = True
-        count = 0 if self.row_format.is_causal else guesses
 
-        def iterate() -> Iterator[StreamStep]:
-            step: StreamStep | None = None
-            was_changed = True
-            banned = classify_tokens(self.tokenizer).banned
-            for number, frame in enumerate(sample_together(self.evaluator, rows, banned=banned)):
-                is_changed = bool(frame.changed.any())
-                if step is None or is_changed:
-                    guessed = predict_guesses(self.evaluator, frame, count)
-                    step = StreamStep(number, frame, guessed)
-                elif was_changed:  # what was revealed is no longer new
-                    step = StreamStep(number, frame, step.guesses)
-                else:
-                    step = replace(step, step=number, frame=frame)
-                was_changed = is_changed
-                yield step
+        def iterate() -> Iterator[TextFrame]:
+            last: TextFrame | None = None
+            for each in sample_together(self.evaluator, rows, banned=classes.banned):
+                frame = TextFrame(**vars(each))
+                show_frame(frame, last, self.evaluator, guesses)
+                last = frame
+                yield frame
 
         return iterate()
 
@@ -433,7 +326,7 @@ class LM:
         template: Templates | None = None,
         guesses: int = 0,
         **changes: Unpack[SamplingArguments],
-    ) -> Iterator[StreamStep]:
+    ) -> Iterator[TextFrame]:
         """Yield the texts of `generate` or `infill` after every step, with the anchor network's likeliest tokens."""
         rows = self.layout_rows(prompt, settings, template=template, **changes)
         return self.stream_rows(rows, guesses)
@@ -454,7 +347,7 @@ class LM:
         if count > 1:
             raise SettingsError({"n": count}, "one text is recorded; leave it out")
         began = time.perf_counter()
-        frames = [step.trajectory_frame() for step in self.stream_rows(rows, guesses)]
+        frames = [frame.trajectory_frame() for frame in self.stream_rows(rows, guesses)]
         seconds = time.perf_counter() - began
         return self.build_trajectory(frames, rows, title=title, seconds=seconds)
 
@@ -496,35 +389,6 @@ class LM:
     def save(self, folder: str | Path) -> Path:
         """Write config.json, model.safetensors and tokenizer.json, from which `adlm.load` makes an equal model."""
         return model_folder.export_model(self.loaded, Path(folder), is_quantized=False)
-
-
-@torch.no_grad()
-def predict_guesses(evaluator: ModelEvaluator, frame: Frame[TextRow], count: int) -> Guesses | None:
-    """Predict the likeliest tokens of a frame with the anchor network (one stage: the network), not counted as NFE."""
-    if count == 0:
-        return None
-    model: FeatureModel = evaluator.model
-    tokens = frame.tokens
-    lengths = torch.tensor([len(row.layout) for row in frame.rows])
-    valid = torch.arange(tokens.shape[1]) < lengths[:, None]
-    level = mean_noise_level(frame.is_hidden.sum(-1) / lengths).to(tokens.device)
-    padding = None if bool(valid.all()) else valid.to(tokens.device)
-    head = find_anchor_head(model)
-    if head is None:
-        head = model.head
-        features = compute_features(model, tokens, level, valid=padding).final
-    else:
-        features = compute_anchor_features(model, tokens, level, valid=padding)
-    special = classify_tokens(frame.rows[0].layout.tokenizer).special
-    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True)
-    special = special.to(tokens.device)
-    best = [
-        head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
-        for part in features.flatten(0, 1).split(MAX_POSITIONS)
-    ]
-    probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
-    likeliest = torch.where(frame.is_hidden.to(tokens.device), ids[..., 0], tokens)
-    return Guesses(ids.cpu(), probs.cpu(), rare_in_sequence(MAX_COUNT)(likeliest.cpu(), valid))
 
 
 def load(

@@ -7,7 +7,7 @@ own: the hole's first token must begin a word.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Self
@@ -22,10 +22,8 @@ MAX_HOLE_TOKENS = 12  # of a hole whose length the model chooses
 BLOCK = "░"
 TEXT, WORD, ENDED = range(3)  # kinds of positions: text; the first token of a word; text or its end
 CONTEXT = 4  # tokens before another that decide whether its text has a blank
-SPACED, CONTINUED = (
-    ("Ġ", "▁"),
-    "##",
-)  # marks of vocabularies: a blank before a word; the continuation of a word
+SPACED = ("Ġ", "▁")  # marks of vocabularies for a blank before a word
+CONTINUED = "##"  # for the continuation of a word
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,9 @@ def parse_template(template: Template) -> Pieces:
             )
         if isinstance(piece, Hole):
             joined.append(piece)
-        elif joined and isinstance(last := joined[-1], str):
+            continue
+        last = joined[-1] if joined else None
+        if isinstance(last, str):
             joined[-1] = last + piece
         elif piece:
             joined.append(piece)
@@ -161,18 +161,6 @@ class Layout:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def shorten_hole(self, length: int) -> Self:
-        """Return the same row with only so many tokens in the hole that is its last span."""
-        hole = self.spans[-1]
-        end = hole.start + length
-        return replace(
-            self,
-            spans=(*self.spans[:-1], Span(hole.start, end)),
-            ids=self.ids[:end] + self.ids[hole.end :],
-            is_fixed=self.is_fixed[:end] + self.is_fixed[hole.end :],
-            kinds=self.kinds[:end] + self.kinds[hole.end :],
-        )
-
     def parts(self, ids: Sequence[int]) -> Iterator[tuple[int | None, str | None]]:
         """Yield each token's position and what it adds to the text, None while it is hidden.
 
@@ -199,26 +187,22 @@ class Layout:
 
     def decode_hole(self, span: Span, ids: Sequence[int]) -> list[str | None]:
         """Return what each token of a hole adds to the text; a blank that is given before it is not repeated."""
-        mask_id, eos_id, tokens = (
-            self.tokenizer.mask_id,
-            self.tokenizer.eos_id,
-            list(ids[span.start : span.end]),
-        )
+        mask_id = self.tokenizer.mask_id
+        eos_id = self.tokenizer.eos_id
+        tokens = list(ids[span.start : span.end])
         texts: list[str | None] = [None if token == mask_id else "" for token in tokens]
-        stop = span.end
         if self.may_end and span is self.spans[-1] and eos_id in tokens:
-            stop = span.start + tokens.index(eos_id)
-        for is_hidden, run in groupby(
-            range(span.start, stop), key=lambda position: ids[position] == mask_id
-        ):
-            if is_hidden:
-                continue
-            start, end = (positions := list(run))[0], positions[-1] + 1
-            visible = decode_tokens(self.tokenizer, ids[:start], ids[start:end])
-            if self.kinds[start] == WORD:
-                first = next((i for i, text in enumerate(visible) if text), 0)
-                visible[first] = visible[first].removeprefix(" ")
-            texts[start - span.start : end - span.start] = visible
+            tokens = tokens[: tokens.index(eos_id)]
+        start = span.start
+        for is_hidden, run in groupby(token == mask_id for token in tokens):
+            end = start + len(list(run))
+            if not is_hidden:
+                visible = decode_tokens(self.tokenizer, ids[:start], ids[start:end])
+                if self.kinds[start] == WORD:
+                    first = next((i for i, text in enumerate(visible) if text), 0)
+                    visible[first] = visible[first].removeprefix(" ")
+                texts[start - span.start : end - span.start] = visible
+            start = end
         return texts
 
     def text(self, ids: Sequence[int]) -> str:
@@ -231,33 +215,30 @@ def build_layout(
 ) -> Layout:
     """Lay pieces, each hole of one length, out as a row; with `may_end` it may end inside a hole that is its last."""
     spans: list[Span] = []
-    rows: list[
-        tuple[int, bool, int]
-    ] = []  # each position's token, whether it is fixed, and its kind
+    row: list[tuple[int, bool, int]] = []  # each position's token, whether it is fixed, its kind
     if tokenizer.bos_id is not None:
-        rows.append((tokenizer.bos_id, True, TEXT))
+        row.append((tokenizer.bos_id, True, TEXT))
     starts_word = False
     for number, piece in enumerate(pieces):
-        start, is_last = len(rows), number == len(pieces) - 1
+        start = len(row)
+        is_last = number == len(pieces) - 1
         if isinstance(piece, Hole):
             assert piece.min_tokens == piece.max_tokens, f"{piece} has no length yet"
-            rows += [
-                (tokenizer.mask_id, False, ENDED if may_end and is_last else TEXT)
-            ] * piece.min_tokens
+            kind = ENDED if may_end and is_last else TEXT
+            row += [(tokenizer.mask_id, False, kind)] * piece.min_tokens
             if starts_word:
-                rows[start] = tokenizer.mask_id, False, WORD
+                row[start] = (tokenizer.mask_id, False, WORD)
             starts_word = False
-            spans.append(Span(start, len(rows)))
+            spans.append(Span(start, len(row)))
             continue
-        starts_word = (
-            not is_last and piece.endswith(" ") and classify_tokens(tokenizer).joins_blanks
-        )
+        is_spaced = not is_last and piece.endswith(" ")
+        starts_word = is_spaced and classify_tokens(tokenizer).joins_blanks
         tokens, texts = tokenize_piece(tokenizer, piece, len(piece) - starts_word)
-        rows += [(token, True, TEXT) for token in tokens]
-        spans.append(Span(start, len(rows), tuple(texts)))
+        row += [(token, True, TEXT) for token in tokens]
+        spans.append(Span(start, len(row), tuple(texts)))
     if ends and tokenizer.eos_id is not None:
-        rows.append((tokenizer.eos_id, True, TEXT))
-    ids, is_fixed, kinds = zip(*rows) if rows else ((), (), ())
+        row.append((tokenizer.eos_id, True, TEXT))
+    ids, is_fixed, kinds = zip(*row) if row else ((), (), ())
     return Layout(tokenizer, tuple(spans), ids, is_fixed, kinds, may_end)
 
 
@@ -283,7 +264,8 @@ def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int
     """Return what each of these tokens adds to the text, given the tokens before them."""
     hidden = next((i for i in range(len(before), 0, -1) if before[i - 1] == tokenizer.mask_id), 0)
     left = list(before[max(hidden, len(before) - CONTEXT) :])
-    done, pending = _decode(tokenizer, left), []
+    done = _decode(tokenizer, left)
+    pending: list[int] = []
     texts: list[str] = []
     for number, token in enumerate(ids, 1):
         pending.append(token)
@@ -292,7 +274,8 @@ def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int
             texts.append("")
             continue
         texts.append(whole[len(done) :] if whole.startswith(done) else _decode(tokenizer, pending))
-        left, pending = [*left, *pending][-CONTEXT:], []
+        left = [*left, *pending][-CONTEXT:]
+        pending = []
         done = _decode(tokenizer, left)
     return texts
 

@@ -93,7 +93,7 @@ def record_fills(folder: str | Path, puzzle: str) -> list[Fill]:
     )
     for frame in sample(build_evaluator(run.model), [row]):
         for cell in frame.changed[0].nonzero()[:, 0].tolist():
-            fills.append((cell, run.task.decode([int(frame.tokens[0, cell])]), frame.step[0]))
+            fills.append((cell, run.task.decode([int(frame.tokens[0, cell])]), frame.steps[0]))
     return fills
 
 

@@ -94,9 +94,9 @@ def run(evaluator, rows, joins=None, leaves=None, banned=None):
                 assert not frame.is_hidden[i, length:].any() and not frame.changed[i, length:].any()
                 if bool(frame.changed[i].any()):
                     changed = frame.changed[i, :length].tolist()
-                    own.changes.append((frame.step[i], frame.nfe[i], tokens, changed, hidden))
+                    own.changes.append((frame.steps[i], frame.nfe[i], tokens, changed, hidden))
                 if frame.is_done[i]:
-                    done[row] = Outcome(tokens, frame.nfe[i], frame.step[i], own.changes)
+                    done[row] = Outcome(tokens, frame.nfe[i], frame.steps[i], own.changes)
                     assert row.filled.tolist() == tokens and row.nfe == frame.nfe[i]
         batch.leave([row for row in batch.rows if (leaves or {}).get(row, math.inf) <= tick])
 

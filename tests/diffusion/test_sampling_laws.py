@@ -52,7 +52,7 @@ def test_prompts_are_never_touched_and_frames_say_what_happened(name):
         given, before, was_masked = xt != MASK, xt, xt == MASK
         frames = run(LEARNED, xt, name, seed, block=None if seed % 2 else 5)
         for number, frame in enumerate(frames):
-            assert max(frame.step) == number
+            assert max(frame.steps) == number
             assert torch.equal(frame.tokens[given], xt[given])
             assert torch.equal(frame.is_hidden, frame.tokens == MASK)
             assert torch.equal(frame.changed, was_masked ^ frame.is_hidden)

@@ -540,7 +540,7 @@ def stream(
 ) -> list[Shown]:
     """Return all steps of a stream of `generate` or, with a template, of `infill`."""
     steps = lm.stream(prompt, template=template, options=options, **settings)
-    return [Shown(each.texts, each.nfe, each.frame.tokens.tolist()) for each in steps]
+    return [Shown(each.texts, each.nfe, each.tokens.tolist()) for each in steps]
 
 
 def banned_tokens(lm: LM) -> list[int]:
@@ -620,7 +620,7 @@ class RunningBatch:
         progress = []
         for i, row in enumerate(frame.rows):
             ids = frame.tokens[i, : len(row.layout)].tolist()
-            numbers = frame.settled[i], frame.is_done[i], frame.nfe[i], frame.step[i]
+            numbers = frame.settled[i], frame.is_done[i], frame.nfe[i], frame.steps[i]
             progress.append(Progress(self._numbers[row], ids, *numbers))
         return progress
 

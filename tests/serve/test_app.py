@@ -1,5 +1,6 @@
 """The HTTP server, through a test client: OpenAI's form, errors, limits, security; texts equal those of the LM."""
 
+import asyncio
 import json
 import os
 import re
@@ -21,6 +22,7 @@ if os.environ.get("ADLM_ALL") != "1":
         pytest.importorskip(extra)
 
 from fastapi.testclient import TestClient
+from starlette.requests import ClientDisconnect
 
 from adlm.serve.app import MAX_BODY_BYTES, create_app
 from adlm.serve.engine import EngineLimits, Ticket
@@ -111,14 +113,14 @@ def replay_logprobs(model: LM, **settings: Any) -> list[float]:
     banned = classify_tokens(model.tokenizer).banned[torch.tensor(layout.kinds)]
     for step in model.stream_rows(rows):
         if before is not None:
-            tokens = before.frame.tokens.clamp(max=model.model.config.vocab_size - 1)
+            tokens = before.tokens.clamp(max=model.model.config.vocab_size - 1)
             features = model.evaluator.model(tokens, torch.zeros(1)).final[0]
             logits = model.evaluator.logits_at(features)
             if model.row_format.is_causal:
                 logits = logits.roll(1, 0)
             logprobs = logits.masked_fill(banned[:, : logits.shape[1]], -torch.inf).log_softmax(-1)
-            for at in (step.frame.changed & ~step.frame.is_hidden)[0].nonzero()[:, 0].tolist():
-                drawn[at] = float(logprobs[at, step.frame.tokens[0, at]])
+            for at in (step.changed & ~step.is_hidden)[0].nonzero()[:, 0].tolist():
+                drawn[at] = float(logprobs[at, step.tokens[0, at]])
         before = step
     return [drawn[at] for at, is_fixed in enumerate(layout.is_fixed) if not is_fixed]
 
@@ -445,6 +447,36 @@ def test_overload_is_answered_with_429() -> None:
             never.status_code == 400 and "at most 3 are allowed" in never.json()["error"]["message"]
         )
         assert len(complete(client, n=3, **QUICK)["choices"]) == 3
+
+
+def test_a_stream_whose_client_has_gone_before_it_begins_leaves_the_queue() -> None:
+    body = json.dumps({"prompt": "the", "stream": True, **QUICK}).encode()
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        raise OSError("the client has gone")
+
+    with TestClient(create_app(lm(), limits=EngineLimits(max_rows=1))) as client:
+        engine = client.app.state.engine
+        slow = lm().layout_rows("the", steps=4000, sampler="ancestral")
+        ticket = engine.submit(Ticket(slow, lambda news: None))
+        wait_for(lambda: engine.running == 1)
+        with pytest.raises(ClientDisconnect):
+            asyncio.run(client.app(scope, receive, send))
+        assert not engine.waiting and engine.running == 1
+        engine.cancel(ticket)
 
 
 def test_a_shutdown_is_answered_with_503() -> None:

@@ -4,15 +4,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import pytest
 
 from adlm.diffusion.samplers import top_prob
 from adlm.diffusion.sampling import Move, RunningBatch, Sampler, ScoreFn, View
-from adlm.serve import engine as engine_module
 from adlm.serve.engine import (
     ALL,
     LAST,
@@ -20,11 +19,13 @@ from adlm.serve.engine import (
     EngineLimits,
     QueueFullError,
     Ticket,
+    count_steps,
     fill_rows,
     stream_rows,
 )
-from adlm.text.generation import TextRow
-from adlm.text.lm import LM, GenerationOutput, StreamStep
+from adlm.text import generation
+from adlm.text.generation import TextFrame, TextRow
+from adlm.text.lm import LM, GenerationOutput
 from tests.text.models import lm
 
 SLOW = {"sampler": "ancestral", "steps": 2000, "max_new_tokens": 16}
@@ -49,18 +50,21 @@ def generate(model: LM, rows: Sequence[TextRow]) -> GenerationOutput:
 
 def submit(
     engine: Engine, rows: Sequence[TextRow], wanted: str = LAST
-) -> tuple[Any, Future[list[StreamStep]]]:
-    frames, future = list[StreamStep](), Future[list[StreamStep]]()
+) -> tuple[Ticket, Future[list[TextRow]]]:
+    """Submit the same rows and return their ticket, and the rows when the last frame is delivered."""
+    own = again(rows)
+    future = Future[list[TextRow]]()
+    done = set[TextRow]()
 
-    def notify(news: list[StreamStep] | Exception) -> None:
+    def notify(news: TextFrame | Exception) -> None:
         if isinstance(news, Exception):
             future.set_exception(news)
             return
-        frames.extend(news)
-        if sum(step.frame.is_done[0] for step in frames) == len(rows):
-            future.set_result(frames)
+        done.update(compress(news.rows, news.is_done))
+        if len(done) == len(own):
+            future.set_result(own)
 
-    return engine.submit(Ticket(again(rows), notify, wanted)), future
+    return engine.submit(Ticket(own, notify, wanted)), future
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])
@@ -90,12 +94,13 @@ def test_all_frames_are_those_of_a_stream() -> None:
     request = model.layout_rows("the", steps=6, max_new_tokens=9, seed=3)
 
     async def run(engine: Engine) -> list[list[int]]:
-        return [step.ids[0] async for step in stream_rows(engine, again(request), ALL)]
+        async with stream_rows(engine, again(request), ALL) as frames:
+            return [frame.ids[0] async for frame in frames]
 
     with Engine(model) as engine:
         assert (
             asyncio.run(run(engine))
-            == [step.ids[0] for step in model.stream_rows(again(request))][1:]
+            == [frame.ids[0] for frame in model.stream_rows(again(request))][1:]
         )
 
 
@@ -106,10 +111,10 @@ def test_a_slow_reader_gets_fewer_frames_and_the_whole_text(
     request = model.layout_rows("the", steps=200, max_new_tokens=9, seed=3, sampler="ancestral")
     monkeypatch.setattr("adlm.serve.engine.MAX_UNREAD", 4)
 
-    async def run(engine: Engine) -> list[StreamStep]:
-        frames = stream_rows(engine, again(request), ALL)
-        await asyncio.to_thread(wait_for, lambda: engine.stats.texts == 1)
-        return [frame async for frame in frames]
+    async def run(engine: Engine) -> list[TextFrame]:
+        async with stream_rows(engine, again(request), ALL) as frames:
+            await asyncio.to_thread(wait_for, lambda: engine.stats.texts == 1)
+            return [frame async for frame in frames]
 
     with Engine(model) as engine:
         frames = asyncio.run(run(engine))
@@ -140,8 +145,8 @@ def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(
         assert not second.done()
         engine.cancel(ticket)
         steps = engine.stats.steps
-        (frame,) = second.result(10)
-        assert frame.texts[0] == generate(model, fast).texts[0]
+        (row,) = second.result(10)
+        assert row.text == generate(model, fast).texts[0]
         assert steps_at_removal[0] <= steps + 1
         assert not first.done() and engine.stats.cancelled == 1
 
@@ -150,7 +155,7 @@ def test_closing_a_stream_cancels_its_request() -> None:
     model = lm()
 
     async def run(engine: Engine) -> None:
-        async with aclosing(stream_rows(engine, model.layout_rows("the", **SLOW), ALL)) as frames:
+        async with stream_rows(engine, model.layout_rows("the", **SLOW), ALL) as frames:
             async for _ in frames:
                 break
 
@@ -160,21 +165,39 @@ def test_closing_a_stream_cancels_its_request() -> None:
         assert engine.stats.texts == 0 and engine.stats.cancelled == 1
 
 
-def test_a_skipped_row_leaves_and_the_others_finish() -> None:
-    model, skipped = lm(), set[int]()
+def test_a_stream_that_nobody_reads_leaves_the_batch_and_the_queue() -> None:
+    model = lm()
+
+    async def run(engine: Engine) -> None:
+        async with stream_rows(engine, model.layout_rows("the", n=3, **SLOW), ALL):
+            await asyncio.to_thread(wait_for, lambda: engine.running == 1)
+            assert len(engine.waiting) == 2
+        assert not engine.waiting
+
+    with Engine(model, EngineLimits(max_rows=1)) as engine:
+        asyncio.run(run(engine))
+        wait_for(lambda: engine.running == 0)
+        assert engine.stats.texts == 0 and engine.stats.cancelled == 1
+
+
+def test_a_stopped_row_leaves_and_the_others_finish() -> None:
+    model = lm()
     request = model.layout_rows("the", n=3, steps=6, max_new_tokens=9)
 
-    async def run(engine: Engine) -> list[StreamStep]:
-        frames = []
-        async for frame in stream_rows(engine, again(request), ALL, skipped=skipped):
-            frames.append(frame)
-            skipped.add(1)
-        return frames
+    async def run(engine: Engine) -> dict[int, str]:
+        texts = {}
+        async with stream_rows(engine, rows := again(request), ALL) as frames:
+            async for frame in frames:
+                rows[1].is_stopped = True
+                for row, text, is_done in zip(frame.rows, frame.texts, frame.is_done, strict=True):
+                    if is_done:
+                        texts[row.index] = text
+        return texts
 
     with Engine(model) as engine:
-        done = [step for step in asyncio.run(run(engine)) if step.frame.is_done[0]]
+        done = asyncio.run(run(engine))
     texts = generate(model, request).texts
-    assert {step.frame.rows[0].index: step.texts[0] for step in done} == {0: texts[0], 2: texts[2]}
+    assert done == {0: texts[0], 2: texts[2]}
     assert engine.stats.texts == 3 and engine.stats.cancelled == 0
     assert 18 <= engine.stats.tokens <= 27
 
@@ -183,8 +206,8 @@ def test_steps_are_taken_during_a_call() -> None:
     model = lm()
     request = model.layout_rows("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
-        (frame,) = engine.call(lambda: submit(engine, request)[1].result(10)).result(10)
-    assert frame.texts[0] == generate(model, request).texts[0]
+        (row,) = engine.call(lambda: submit(engine, request)[1].result(10)).result(10)
+    assert row.text == generate(model, request).texts[0]
 
 
 def test_on_a_gpu_steps_and_calls_alternate() -> None:
@@ -226,11 +249,12 @@ def test_limits_of_a_request_name_their_values() -> None:
     model = lm()
     limits = EngineLimits(max_texts=2, max_steps=50)
     with pytest.raises(ValueError, match="3 texts, at most 2"):
-        limits.check_rows(model.layout_rows("the", n=3))
+        limits.check_size(3, None)
     with pytest.raises(ValueError, match="51 steps, at most 50"):
-        limits.check_rows(model.layout_rows("the", steps=51, sampler="ancestral"))
+        limits.check_size(1, count_steps(model.layout_rows("the", steps=51, sampler="ancestral")))
+    rows = model.layout_rows("the", steps=20, block=4, sampler="ancestral")
     with pytest.raises(ValueError, match="steps, at most 50"):
-        limits.check_rows(model.layout_rows("the", steps=20, block=4, sampler="ancestral"))
+        limits.check_size(1, count_steps(rows))
     with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
         EngineLimits(max_rows=0)
 
@@ -254,18 +278,19 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(
 def test_a_failing_last_frame_answers_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm()
     request = model.layout_rows("the", sampler="confidence", steps=3, max_new_tokens=5)
-    predict = engine_module.predict_guesses
+    predict = generation.predict_guesses
 
     def fail_at_the_end(evaluator: Any, frame: Any, count: int) -> Any:
         if not frame.is_hidden.any():
             raise ZeroDivisionError("no guesses")
         return predict(evaluator, frame, count)
 
-    monkeypatch.setattr("adlm.serve.engine.predict_guesses", fail_at_the_end)
+    monkeypatch.setattr("adlm.text.generation.predict_guesses", fail_at_the_end)
 
     async def run(engine: Engine) -> None:
         async with asyncio.timeout(20):
-            _ = [step async for step in stream_rows(engine, again(request), ALL, guesses=1)]
+            async with stream_rows(engine, again(request), ALL, guesses=1) as frames:
+                _ = [frame async for frame in frames]
 
     with Engine(model) as engine:
         with pytest.raises(RuntimeError, match="sampling has failed"):
@@ -328,8 +353,8 @@ def test_an_error_of_a_sampler_fails_its_request_only(method: str, score: ScoreF
             futures[0].result(10)
         for request, future in zip(neighbors, futures[1:], strict=True):
             expected = generate(model, request)
-            assert [step.texts[0] for step in future.result(10)] == expected.texts
-            assert [step.frame.nfe[0] for step in future.result(10)] == expected.nfe_each
+            assert [row.text for row in future.result(10)] == expected.texts
+            assert [row.nfe for row in future.result(10)] == expected.nfe_each
         assert engine.stats.texts == 4 and not engine.open and not engine.running
 
 
@@ -351,7 +376,7 @@ def test_a_sampler_that_reveals_nothing_is_an_error(monkeypatch: pytest.MonkeyPa
         failing, future = submit(engine, idle)[1], submit(engine, good)[1]
         with pytest.raises(ValueError, match="has changed nothing"):
             failing.result(10)
-        assert future.result(10)[0].texts == generate(model, good).texts
+        assert [row.text for row in future.result(10)] == generate(model, good).texts
 
 
 def test_a_row_that_cannot_be_built_fails_alone() -> None:
@@ -363,7 +388,7 @@ def test_a_row_that_cannot_be_built_fails_alone() -> None:
             failing, future = submit(engine, bad)[1], submit(engine, good)[1]
         with pytest.raises(ValueError, match="this model's rows at most"):
             failing.result(10)
-        texts = [step.texts[0] for step in future.result(10)]
+        texts = [row.text for row in future.result(10)]
         assert texts == generate(model, good).texts
 
 
@@ -372,11 +397,12 @@ def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(model.evaluator, "logits_at", lambda features: 1 / 0)
 
     async def run(engine: Engine) -> None:
-        frames = stream_rows(engine, model.layout_rows("the", steps=4, max_new_tokens=5))
-        await asyncio.to_thread(engine.call(lambda: None).result)
-        await asyncio.to_thread(wait_for, lambda: engine.running == 0)
-        with pytest.raises(RuntimeError, match="sampling has failed"):
-            _ = [frame async for frame in frames]
+        rows = model.layout_rows("the", steps=4, max_new_tokens=5)
+        async with stream_rows(engine, rows) as frames:
+            await asyncio.to_thread(engine.call(lambda: None).result)
+            await asyncio.to_thread(wait_for, lambda: engine.running == 0)
+            with pytest.raises(RuntimeError, match="sampling has failed"):
+                _ = [frame async for frame in frames]
 
     with Engine(model) as engine:
         asyncio.run(run(engine))

@@ -15,7 +15,7 @@ assert EOS is not None
 
 def last_tokens(model: LM, **settings: Any) -> tuple[list[list[int]], list[str]]:
     *_, step = model.stream(**settings)
-    return step.frame.tokens.tolist(), step.texts
+    return step.tokens.tolist(), step.texts
 
 
 def find_eos(row: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 
 from adlm import LM
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.text.lm import MAX_COUNT, StreamStep
+from adlm.text.generation import MAX_COUNT, TextFrame
 from adlm.text.templates import BLOCK, classify_tokens
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
@@ -31,7 +31,7 @@ KINDS: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
-def stream(model: LM, **settings: Any) -> list[StreamStep]:
+def stream(model: LM, **settings: Any) -> list[TextFrame]:
     return list(model.stream(template=TEMPLATES, n=2, top_p=1.0, seed=4, **settings))
 
 
@@ -45,11 +45,11 @@ def test_trajectory_frames_agree_with_token_frames(name: str) -> None:
     blockwise = model.layout_rows(template=TEMPLATES, block=4, **SAMPLING[name])
     assert blockwise[0].planned_steps is None, "a block takes all steps, so the whole takes more"
     seen = set()
-    for row, layout in enumerate(steps[0].layouts):
+    for row, layout in enumerate(row.layout for row in steps[0].rows):
         given = [piece for piece, is_given in layout.pieces(layout.ids) if is_given]
         was_masked, reveals = None, 0
         for step in steps:
-            frame, ids = step.trajectory_frame(row), step.frame.tokens[row].tolist()
+            frame, ids = step.trajectory_frame(row), step.tokens[row].tolist()
             assert (frame.step, frame.nfe) == (step.step, step.nfe[row])
             places = [place for place, _ in layout.parts(ids)]
             is_masked = [
@@ -79,9 +79,9 @@ def test_trajectory_frames_agree_with_token_frames(name: str) -> None:
     assert (REMASKED in seen) == (name.startswith("remask") or name in ("dfm", "forward_backward"))
 
 
-def predict_row(model: LM, step: StreamStep, row: int) -> torch.Tensor:
+def predict_row(model: LM, step: TextFrame, row: int) -> torch.Tensor:
     """The distribution of every position by the network that guesses, for a row alone and without folding."""
-    tokens = step.frame.tokens[row : row + 1, : len(step.layouts[row])]
+    tokens = step.tokens[row : row + 1, : len(step.rows[row].layout)]
     level = torch.tensor(
         [-math.log(1 - (1 - 1e-3) * float((tokens == model.tokenizer.mask_id).float().mean()))]
     )
@@ -107,8 +107,8 @@ def test_guesses_are_the_networks_and_change_nothing(
     special, count = classify_tokens(model.tokenizer).special, 0
     for step in steps:
         assert step.guesses is not None
-        for row, layout in enumerate(step.layouts):
-            probs, ids = predict_row(model, step, row), step.frame.tokens[row, : len(layout)]
+        for row, layout in enumerate(row.layout for row in step.rows):
+            probs, ids = predict_row(model, step, row), step.tokens[row, : len(layout)]
             best = torch.where(ids == model.tokenizer.mask_id, probs.argmax(-1), ids)
             is_anchor = rare_in_sequence(MAX_COUNT)(best[None], None)[0]
             for (place, _), token in zip(

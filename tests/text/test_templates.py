@@ -57,7 +57,7 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
     for step in steps:
         for row, (layout, pieces) in enumerate(zip(layouts, given_pieces, strict=True)):
             fixed, ids = torch.tensor(layout.is_fixed), torch.tensor(layout.ids)
-            assert torch.equal(step.frame.tokens[row, : len(layout)][fixed], ids[fixed])
+            assert torch.equal(step.tokens[row, : len(layout)][fixed], ids[fixed])
             assert holds_in_order(step.trajectory_frame(row).text, pieces)
         assert all(
             holds_in_order(text, pieces)
@@ -67,7 +67,7 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
     texts = model.infill(templates, **sampling).texts
     assert texts == steps[-1].texts
     for row, (layout, template, text) in enumerate(zip(layouts, templates, texts, strict=True)):
-        ids = steps[-1].frame.tokens[row].tolist()
+        ids = steps[-1].tokens[row].tolist()
         found = layout.pieces(ids)
         assert "".join(piece for piece, _ in found) == text == steps[-1].trajectory_frame(row).text
         assert [piece for piece, is_given in found if is_given] == given_pieces[row]
@@ -101,7 +101,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
     *_, step = model.stream(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
     firsts = 0
     for row, layout in enumerate(layout for layout in layouts for _ in range(20)):
-        ids = step.frame.tokens[row].tolist()
+        ids = step.tokens[row].tolist()
         for before, span in zip(layout.spans, layout.spans[1:]):
             if span.texts is not None:
                 continue
@@ -162,7 +162,7 @@ def test_a_text_without_anything_given_is_what_its_tokens_say(words: str) -> Non
     """Of byte-level vocabularies: half characters and all, as the tokenizer itself reads the whole row."""
     model = lm("mdlm", words, "documents")
     *_, step = model.stream(n=30, sampler="ancestral", steps=3, top_p=1.0)
-    for text, ids in zip(step.texts, step.frame.tokens.tolist(), strict=True):
+    for text, ids in zip(step.texts, step.tokens.tolist(), strict=True):
         assert text == model.tokenizer.decode(ids, skip_special=True)
 
 

@@ -329,7 +329,7 @@ def sample_rows(
         for frame in sample(evaluator, part, banned=banned):
             revealed = (frame.changed & ~frame.is_hidden).numpy()
             for i, row in enumerate(frame.rows):
-                steps[row][revealed[i, : len(row.layout)]] = frame.step[i]
+                steps[row][revealed[i, : len(row.layout)]] = frame.steps[i]
         for row in part:
             yield TracedRow(row, steps[row])
 
