@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -136,32 +136,53 @@ def run_generation(
     texts: dict[str, Any],
 ) -> None:
     """Generate texts (`texts`: prompt or template), then show and write them."""
-    files = {"--out": own.out, "--html": own.html, "--gif": own.gif}
-    output.check_output_files(files)
-    if own.gif is not None and own.gif.suffix.lower() != ".gif":
-        raise ValueError(
-            f"--gif {own.gif} does not end in .gif: call it {own.gif.with_suffix('.gif')}"
-        )
-    if own.gif is not None and find_spec("PIL") is None:
-        raise ImportError(f"--gif needs Pillow ({install_command('view')}); --html needs nothing")
+    named = {"out": own.out, "html": own.html, "gif": own.gif}
+    files = {name: path for name, path in named.items() if path is not None}
+    if files:
+        check_files(files)
+    console = output.status_console()
     with output.json_stdout(own.is_json):
         runs = build_runs(model, settings, loading, own, texts)
         # Color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file.
         is_watched = not own.is_json and sys.stdout.isatty()
-        sample_runs(runs, own, is_watched)
-        write_outputs(runs, own, is_watched)
+        is_streamed = is_watched or own.html is not None or own.gif is not None
+        if is_streamed:
+            stream_first_texts(runs, own, console, is_watched=is_watched)
+        with console.status("sampling …"):
+            for run in runs:
+                run.finish()
+        content = output.SEPARATOR.join(text for run in runs for text in run.output) + "\n"
+        if is_watched:
+            print_texts(runs)
+        elif not own.is_json:
+            output.print_bytes(content.encode("utf-8"))
+        if files:
+            write_files(runs, files, content)
+        for run in runs:
+            console.print(str(run), style="dim", markup=False)
+        for path in files.values():
+            console.print(f"wrote {path}", style="dim", markup=False)
     if own.is_json:
-        result, *second = [run.output.as_dict() for run in runs]
-        result |= {"compare": second[0]} if second else {}
-        if "template" in texts:  # the texts of the holes of each row, in their order
-            for each, run in zip([result, *second], runs):
-                each["fills"] = [
-                    [text for text, is_given in row.pieces if not is_given]
-                    for row in run.output.rows
-                ]
-        output.print_json(
-            result | texts | {name[2:]: path for name, path in files.items() if path is not None}
-        )
+        results = []
+        for run in runs:
+            result = run.output.as_dict()
+            if "template" in texts:  # the texts of the holes of each row, in their order
+                result["fills"] = [row.fills for row in run.rows]
+            results.append(result)
+        compared = {"compare": results[1]} if len(results) > 1 else {}
+        output.print_json({**results[0], **compared, **texts, **files})
+
+
+def check_files(files: dict[str, Path]) -> None:
+    """Refuse output files that cannot be written, before anything is computed."""
+    output.check_output_files({f"--{name}": path for name, path in files.items()})
+    gif = files.get("gif")
+    if gif is None:
+        return
+    if gif.suffix.lower() != ".gif":
+        raise ValueError(f"--gif {gif} does not end in .gif: call it {gif.with_suffix('.gif')}")
+    if find_spec("PIL") is None:
+        raise ImportError(f"--gif needs Pillow ({install_command('view')}); --html needs nothing")
 
 
 def build_runs(
@@ -171,106 +192,102 @@ def build_runs(
     own: OutputOptions,
     texts: dict[str, Any],
 ) -> list[GenerationRun]:
-    """Load the model, and with --compare a second one or sampler; build and check their requests."""
-    from adlm.bundled import MODELS
-    from adlm.diffusion.samplers import SAMPLERS, takes_steps
+    """Load the model, and with --compare a second one or sampler; lay out and check their rows."""
     from adlm.evaluate.results import shorten_names
 
     lm = loading.load_model(model, deterministic=own.deterministic)
     settings = settings.draw_seed()  # one for both
     pairs = [(lm, settings)]
-    if (name := own.compare) is not None:
-        is_folder = Path(name).exists()
-        if name in SAMPLERS or (
-            ":" in name and not is_folder
-        ):  # without the first sampler's options
-            changes: dict[str, Any] = {"sampler": name, "options": None}
-            if not takes_steps(name, allow_import=True):
-                changes["steps"] = None
-            pairs.append((lm, settings.model_copy(update=changes)))
-        elif name in MODELS or is_folder:
-            other = loading.load_model(name, deterministic=own.deterministic)
-            pairs.append((other, settings))
-        else:
-            known = (
-                f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
-            )
-            raise ValueError(f"--compare {name!r} is neither {known}: check the name")
-        # A causal model samples left to right, without the other's sampler.
-        masked = dict.fromkeys(("sampler", "steps", "options", "block"))
-        pairs = [
-            (each, given.model_copy(update=masked if each.row_format.is_causal else {}))
-            for each, given in pairs
-        ]
+    if own.compare is not None:
+        pairs.append(choose_compared(own.compare, lm, settings, loading, own))
     names = shorten_names([each.name for each, _ in pairs])
     runs = []
     for each, given in pairs:
+        if own.compare is not None and each.row_format.is_causal:
+            # A causal model samples left to right, without the other's sampler.
+            masked = dict.fromkeys(("sampler", "steps", "options", "block"))
+            given = given.model_copy(update=masked)
         rows = each.layout_rows(settings=given, **texts)
         title = f"{names[each.name]} · {rows[0].settings.sampler}"
         runs.append(GenerationRun(each, rows, title))
     return runs
 
 
-def sample_runs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched: bool) -> None:
-    """Generate all texts; show the first ones on a terminal."""
-    from adlm.view.terminal import watch
+def choose_compared(
+    name: str,
+    lm: LM,
+    settings: SamplingSettings,
+    loading: options.LoadOptions,
+    own: OutputOptions,
+) -> tuple[LM, SamplingSettings]:
+    """Return the second model, or the same with another sampler."""
+    from adlm.bundled import MODELS
+    from adlm.diffusion.samplers import SAMPLERS, takes_steps
 
-    is_streamed = is_watched or own.html is not None or own.gif is not None
-    streams = (
-        [run.stream_first(GUESSES if own.guesses else 0) for run in runs] if is_streamed else []
-    )
+    is_folder = Path(name).exists()
+    if name in SAMPLERS or (":" in name and not is_folder):
+        changes: dict[str, Any] = {"sampler": name, "options": None}  # those of the first sampler
+        if not takes_steps(name, allow_import=True):
+            changes["steps"] = None
+        return lm, settings.model_copy(update=changes)
+    if name in MODELS or is_folder:
+        return loading.load_model(name, deterministic=own.deterministic), settings
+    known = f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
+    raise ValueError(f"--compare {name!r} is neither {known}: check the name")
+
+
+def stream_first_texts(
+    runs: Sequence[GenerationRun], own: OutputOptions, console: SafeConsole, *, is_watched: bool
+) -> None:
+    """Generate the first text of each run step by step, on a terminal shown."""
+    streams = [run.stream_first(GUESSES if own.guesses else 0) for run in runs]
     if is_watched:
-        show_guesses = own.guesses and any(not run.lm.row_format.is_causal for run in runs)
-        steps, titles = [run.rows[0].planned_steps for run in runs], [run.title for run in runs]
+        from adlm.view.terminal import watch
+
+        is_any_masked = any(not run.lm.row_format.is_causal for run in runs)
         watch(
             streams,
-            titles,
+            [run.title for run in runs],
             SafeConsole(),
-            steps=steps,
+            steps=[run.rows[0].planned_steps for run in runs],
             pause=own.pause,
-            show_guesses=show_guesses,
+            show_guesses=own.guesses and is_any_masked,
         )
-    with output.status_console().status("sampling …"):
+        return
+    with console.status("sampling …"):
         for stream in streams:
-            deque(stream, maxlen=0)  # those that were not watched; the run keeps its frames
-        for run in runs:
-            run.finish()
+            deque(stream, maxlen=0)  # the run keeps its frames
 
 
-def write_outputs(runs: Sequence[GenerationRun], own: OutputOptions, is_watched: bool) -> None:
-    """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
+def print_texts(runs: Sequence[GenerationRun]) -> None:
+    """Print the texts on a terminal, numbered where there are several."""
+    console = SafeConsole()
+    for run in runs:
+        if len(runs) > 1:
+            console.print(f"\n{run.title}", style="bold", markup=False)
+        for number, text in enumerate(run.output, 1):
+            console.print(f"\n{number}" if len(run.output) > 1 else "", style="bold")
+            console.print(escape_controls(text), markup=False, soft_wrap=True)
+
+
+def write_files(runs: Sequence[GenerationRun], files: dict[str, Path], content: str) -> None:
+    """Write --out, --html and --gif."""
     from adlm.view.gif import write_gif
     from adlm.view.player import write_player
 
-    texts = (
-        output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n"
-    ).encode("utf-8")
-    if not is_watched and not own.is_json:
-        output.print_bytes(texts)
-    console = SafeConsole()
-    for run in runs if is_watched else ():  # texts are numbered where there are several
-        if len(runs) > 1:
-            console.print(f"\n{run.title}", style="bold", markup=False)
-        for number, text in enumerate(run.output.texts, 1):
-            console.print(f"\n{number}" if len(run.output) > 1 else "", style="bold")
-            console.print(escape_controls(text), markup=False, soft_wrap=True)
-    trajectories = [
-        run.lm.build_trajectory(run.frames, run.rows, title=run.title, seconds=run.seconds)
-        for run in (runs if own.html or own.gif else ())
-    ]
-    writers: dict[Path | None, Callable[[Path], object]] = {
-        own.out: lambda path: path.write_bytes(texts)
-    }
-    writers |= {
-        own.html: partial(write_player, trajectories),
-        own.gif: partial(write_gif, trajectories),
-    }
-    paths = [path for path in writers if path is not None]
-    for path in paths:
+    for name, path in files.items():
         output.make_folder(path.parent)
-        writers[path](path)
-    for line in (*runs, *(f"wrote {path}" for path in paths)):
-        output.status_console().print(str(line), style="dim", markup=False)
+        if name == "out":
+            path.write_bytes(content.encode("utf-8"))
+            continue
+        trajectories = [
+            run.lm.build_trajectory(run.frames, run.rows, title=run.title, seconds=run.seconds)
+            for run in runs
+        ]
+        if name == "html":
+            write_player(trajectories, path)
+        else:
+            write_gif(trajectories, path)
 
 
 @options.add_options()

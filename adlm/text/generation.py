@@ -100,6 +100,11 @@ class TextRow(Row):
             pieces.append((text, is_given))
         return pieces
 
+    @property
+    def fills(self) -> list[str]:
+        """The texts of the holes, in their order."""
+        return [text for text, is_given in self.pieces if not is_given]
+
 
 @dataclass(frozen=True)
 class Guesses:

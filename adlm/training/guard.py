@@ -15,6 +15,7 @@ from pydantic import PositiveFloat, PositiveInt
 from adlm.data.batches import Batch
 from adlm.errors import Diverged, Preempted
 from adlm.files import write_json, write_tensors
+from adlm.models.folder import LATEST
 from adlm.settings import Settings
 
 # 75 is EX_TEMPFAIL: the run is saved, start the same command again.
@@ -53,11 +54,10 @@ class LossGuard:
         self.recent.append(loss)
 
 
-def explain_divergence(
-    error: Diverged, folder: Path, rank: int, latest: Path, saved_step: int
-) -> Diverged:
+def explain_divergence(error: Diverged, folder: Path, rank: int, saved_step: int) -> Diverged:
     """Save the batch at which a run diverged; return the error with its place and the remedy."""
     saved = save_failed_batch(folder, rank, error)
+    latest = folder / "checkpoints" / LATEST
     message = f"{error}. The batch is in {saved}. {suggest_remedy(error, latest, saved_step)}"
     return Diverged(message, error.step, error.batch, is_spike=error.is_spike)
 

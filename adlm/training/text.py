@@ -47,8 +47,6 @@ from adlm.registry import build
 from adlm.settings import (
     SamplingSettings,
     SettingsError,
-    TypedText,
-    Vocabulary,
     derive_settings,
 )
 from adlm.training.distributed import ParallelModel
@@ -406,9 +404,7 @@ def read_anchor_options(
     if of_recipe:
         raise SettingsError(key, f"{of_recipe[0]} is given as objective.{of_recipe[0]}")
     try:
-        is_typed = any(isinstance(value, TypedText) for value in options.values())
-        vocabulary: Vocabulary = "recipe" if is_typed else "python"
-        checked = derive_settings(factory, *supplied).parse(vocabulary, None, **options)
+        checked = derive_settings(factory, *supplied).parse("recipe", None, **options)
     except SettingsError as error:
         raise SettingsError(key, f"of {config.objective.anchor_rule}, {error}") from None
     return {name: getattr(checked, name) for name in options}

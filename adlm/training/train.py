@@ -323,9 +323,8 @@ class Trainer:
                     self.writer.wait()
                     raise explain_stop(step, signals, config.resume)
         except Diverged as error:
-            saved_step = self.state.step
             rank = self.context.rank
-            raise explain_divergence(error, self.folder, rank, latest, saved_step) from error
+            raise explain_divergence(error, self.folder, rank, self.state.step) from error
 
         self.writer.wait()
         step = self.state.step
