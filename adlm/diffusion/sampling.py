@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -292,7 +293,9 @@ def list_changes(
     step = 0
     while step < len(plan):
         if step >= plan.hides_until:  # what is visible stays
-            row, position, hidden = row[hidden], position[hidden], hidden[hidden]
+            row = row[hidden]
+            position = position[hidden]
+            hidden = hidden[hidden]
         ends = row.searchsorted(np.arange(len(keys)), "right")
         ahead = max(1, MAX_NUMBERS // max(1, len(row)))
         steps = np.arange(step, min(len(plan), step + ahead))[:, None]
@@ -308,17 +311,23 @@ def list_changes(
             changed = np.where(hidden, may_reveal[k], may_hide[k]).nonzero()[0]
             was_hidden = hidden[changed]
             hidden[changed] = ~was_hidden
-            reveal, hide = changed[was_hidden], changed[~was_hidden]
-            revealed, masked, numbers = position[reveal], position[hide], u_token[k, reveal]
-            is_last = step + k == len(plan) - 1
-            a = b = 0
-            bounds = zip(reveal.searchsorted(ends).tolist(), hide.searchsorted(ends).tolist())
-            for i, (c, d) in enumerate(bounds):
-                if c > a or d > b or is_last:
-                    shown, again, own = revealed[a:c], masked[b:d], numbers[a:c]
-                    yield i, Change(step + k, shown, again, own, levels[step + k], is_last)
-                a, b = c, d
+            reveal = changed[was_hidden]
+            hide = changed[~was_hidden]
+            now = step + k
+            is_last = now == len(plan) - 1
+            reveal_ends = reveal.searchsorted(ends).tolist()
+            shown = split(position[reveal], reveal_ends)
+            numbers = split(u_token[k, reveal], reveal_ends)
+            masked = split(position[hide], hide.searchsorted(ends).tolist())
+            for i, own in enumerate(zip(shown, masked, numbers, strict=True)):
+                if len(own[0]) or len(own[1]) or is_last:
+                    yield i, Change(now, *own, levels[now], is_last)
         step += len(steps)
+
+
+def split(values: Array, ends: Sequence[int]) -> list[Array]:
+    """Split an array (N,) into parts that end there."""
+    return [values[start:end] for start, end in pairwise([0, *ends])]
 
 
 def split_changes(changes: Iterator[tuple[int, Change]], count: int) -> list[Iterator[Change]]:
@@ -362,9 +371,9 @@ class Slot:
     nfe: int = 0
     idle: int = 0  # steps since the last change
     is_done: bool = False
-    sampling: SamplingParams = USUAL_SAMPLING  # of the next draw
+    sampling: SamplingParams = field(init=False)  # of the next draw
     columns: dict[str, Numbers] = field(default_factory=dict)  # the sampler's own, (1,) or (L,)
-    listed: Iterator[Change] = field(default_factory=lambda: iter(()))
+    listed: Iterator[Change] = field(init=False)  # what its plan changes next
     next: Change | None = None  # the next listed change; None: the sampler is called
 
     def __post_init__(self) -> None:
@@ -392,6 +401,7 @@ class Slot:
         self.step = 0
         self.idle = 0
         self.sampling = self.draws[0]
+        self.listed = iter(())
         self.next = Change(0, NOTHING, NOTHING, is_last=True) if block == NO_BLOCK else None
         sampler = self.row.sampler
         if isinstance(sampler, Sampler):
@@ -737,10 +747,8 @@ class RunningBatch(Generic[R]):
         position = np.concatenate([change.reveal for change in missing.values()])
         words = [*np.repeat(keys, counts, axis=0).T, position]
         _, u = make_numbers([x.view(np.uint64) for x in words], Purpose.SAMPLE)
-        start = 0
-        for change, count in zip(missing.values(), counts, strict=True):
-            change.u = u[start : start + count]
-            start += count
+        for change, own in zip(missing.values(), split(u, np.cumsum(counts).tolist()), strict=True):
+            change.u = own
 
     def _draw_jointly(
         self, i: int, reveal: Positions, u: Tensor, features: Tensor | None
