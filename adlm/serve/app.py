@@ -351,7 +351,8 @@ async def run_while_connected(request: Request, work: Awaitable[Any]) -> Respons
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(wait_for_end())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         return answer_json(await task) if task.done() else Response(status_code=499)
@@ -425,14 +426,16 @@ def create_app(
     others: Sequence[LM] = (),
 ) -> FastAPI:
     """Make the ASGI app of a model, and of others that requests name; their engines start and stop with it."""
-    engine, model = Engine(lm, limits), name or lm.name
+    engine = Engine(lm, limits)
+    model = name or lm.name
     engines = {model: engine} | {each.name: Engine(each, limits) for each in others}
     if len(engines) <= len(others):
         raise ValueError(
             f"two models have the same name, {', '.join(each.name for each in others)}: rename a folder"
         )
     cards = {each: describe_model(each, served.lm) for each, served in engines.items()}
-    registry, tasks = CollectorRegistry(), set[asyncio.Task[Any]]()  # of open requests
+    tasks = set[asyncio.Task[Any]]()  # of open requests
+    registry = CollectorRegistry()
     registry.register(EngineCollector(engines.values()))
 
     @asynccontextmanager
@@ -499,7 +502,8 @@ def create_app(
     @app.post("/v1/score")
     async def score(body: ScoreBody, http: Request) -> Response:
         """Return nats per token of texts, an upper bound for masked models."""
-        engine = engines[name := find_model(body.model)]
+        name = find_model(body.model)
+        engine = engines[name]
 
         async def compute() -> dict[str, Any]:
             scores = []

@@ -31,7 +31,8 @@ Delivery = tuple[Frame[TextRow], list[int], torch.cuda.Event | None]
 class QueueFullError(RuntimeError):
     """The queue has no room for a request; `retry_after` is a guess in seconds."""
 
-    status, code = 429, "queue_full"  # of the HTTP answer
+    status = 429  # of the HTTP answer
+    code = "queue_full"
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(f"{message}: retry later")
@@ -41,7 +42,8 @@ class QueueFullError(RuntimeError):
 class ShutdownError(QueueFullError):
     """The engine takes no more requests."""
 
-    status, code = 503, "shutting_down"
+    status = 503
+    code = "shutting_down"
 
 
 @dataclass(frozen=True)
@@ -247,11 +249,13 @@ class Engine:
                 log.exception("a step failed; its requests are answered with an error")
                 fail(list(self.open), error)
                 self.open.clear()
-                self.batch, self.running = make_batch(self.lm), 0
+                self.batch = make_batch(self.lm)
+                self.running = 0
                 self.pending.clear()
         with self.wake:
             rows = [*self.open, *self.waiting]
-            self.waiting, self.running = deque(), 0
+            self.waiting = deque()
+            self.running = 0
         fail(rows, ShutdownError("the server has stopped", 5))
 
     def _has_work(self) -> bool:

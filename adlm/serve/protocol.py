@@ -184,49 +184,46 @@ class ScoreBody(Body):
 
 def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     """Lay a prompt of token ids out with a hole after it, by default as long as the model allows."""
-    special, room = (
-        templates.classify_tokens(lm.tokenizer).special,
-        lm.row_format.longest - len(ids),
-    )
-    if not ids or (count := room if max_tokens is None else max_tokens) > room or room < 1:
+    special = templates.classify_tokens(lm.tokenizer).special
+    room = lm.row_format.longest - len(ids)
+    count = room if max_tokens is None else max_tokens
+    if not ids or count > room or room < 1:
         numbers = f"a prompt has {len(ids)} tokens and max_tokens is {max_tokens}"
         raise ValueError(
             f"{numbers}: give at least one token, and at most {lm.row_format.longest} in all"
         )
-    if wrong := [token for token in ids if not 0 <= token < len(special) or bool(special[token])]:
+    wrong = [token for token in ids if not 0 <= token < len(special) or bool(special[token])]
+    if wrong:
         raise ValueError(
             f"prompt has token {wrong[0]}: give ids of text tokens, from 0 to {len(special) - 1}"
         )
     plain = lm.row_format.build_layout((Hole.of_length(count),))
-    start, end = plain.spans[0].start, plain.spans[0].start + len(ids)
-    spans = Span(start, end, tuple(decode_tokens(lm.tokenizer, (), ids))), Span(end, end + count)
-    columns: dict[str, Any] = {
-        "ids": ids,
-        "is_fixed": [True] * len(ids),
-        "kinds": [templates.TEXT] * len(ids),
-    }
-    for name, given in columns.items():
-        columns[name] = (*getattr(plain, name)[:start], *given, *getattr(plain, name)[start:])
-    return replace(plain, spans=spans, **columns)
+    start = plain.spans[0].start
+    end = start + len(ids)
+    given = Span(start, end, tuple(decode_tokens(lm.tokenizer, (), ids)))
+    return replace(
+        plain,
+        spans=(given, Span(end, end + count)),
+        ids=(*plain.ids[:start], *ids, *plain.ids[start:]),
+        is_fixed=plain.is_fixed[:start] + (True,) * len(ids) + plain.is_fixed[start:],
+        kinds=plain.kinds[:start] + (templates.TEXT,) * len(ids) + plain.kinds[start:],
+    )
 
 
 def layout_filling(lm: LM, texts: Sequence[Template], settings: SamplingSettings) -> list[TextRow]:
     """Check the number of holes and of their lengths in templates, and return what is to be sampled."""
     # Parsing more holes than fit would slow the batch down: both threads share Python's lock.
-    most = max(
-        (len(re.findall("_{3,}", text)) for text in texts if isinstance(text, str)), default=0
-    )
+    counts = [len(re.findall("_{3,}", text)) for text in texts if isinstance(text, str)]
+    most = max(counts, default=0)
     if most > lm.row_format.longest:
         raise ValueError(
             f"a template has {most} holes, a text at most {lm.row_format.longest} tokens: use fewer holes"
         )
-    holes = [
-        piece
-        for text in texts
-        for piece in templates.parse_template(text)
-        if isinstance(piece, Hole)
-    ]
-    if (lengths := sum(hole.max_tokens - hole.min_tokens for hole in holes)) > MAX_ALL_LENGTHS:
+    lengths = 0
+    for text in texts:
+        holes = [piece for piece in templates.parse_template(text) if isinstance(piece, Hole)]
+        lengths += sum(hole.max_tokens - hole.min_tokens for hole in holes)
+    if lengths > MAX_ALL_LENGTHS:
         numbers = f"the holes leave {lengths} lengths to choose from, at most {MAX_ALL_LENGTHS} are allowed"
         raise ValueError(
             f"{numbers}: say how long holes are, such as ___{{5}} (with a suffix: min_tokens)"
@@ -251,24 +248,31 @@ class TextReader:
     """The text of some spans of a row that can no longer change: whole characters, up to the first stop sequence."""
 
     def __init__(self, layout: Layout, spans: Sequence[Span], stops: Sequence[str] = ()) -> None:
-        self.layout, self.spans, self.stops, self.text = layout, deque(spans), stops, ""
-        self.position = self.generated = self.given = self.sent = (
-            0  # `given`: characters before the first hole
-        )
+        self.layout = layout
+        self.spans = deque(spans)
+        self.stops = stops
+        self.text = ""
+        self.position = 0  # the first that is not read
+        self.generated = 0  # tokens
+        self.given = 0  # characters before the first hole
+        self.sent = 0  # characters
         self.is_stopped = False
-        self.tokens = deque[
-            tuple[int, int, str]
-        ]()  # position in the row, offset and text, until logprobs are read
+        # Position in the row, offset and text, until logprobs are read.
+        self.tokens = deque[tuple[int, int, str]]()
 
     def read(self, ids: Sequence[int], settled: int, *, is_done: bool) -> str:
         """Return the text that a step adds, by its tokens and how many of them are settled; the last completes it."""
         while self.spans and not self.is_stopped and self._read_span(self.spans[0], ids, settled):
             self.spans.popleft()
-        if found := [at for stop in self.stops if (at := self.text.find(stop, self.given)) >= 0]:
-            self.is_stopped, self.text = True, self.text[: min(found)]
+        ends = [self.text.find(stop, self.given) for stop in self.stops]
+        end = min((at for at in ends if at >= 0), default=None)
+        if end is not None:
+            self.is_stopped = True
+            self.text = self.text[:end]
         is_final = self.is_stopped or is_done
         held = 0 if is_final else max((len(stop) - 1 for stop in self.stops), default=0)
-        start, self.sent = self.sent, max(self.sent, len(self.text) - held)
+        start = self.sent
+        self.sent = max(start, len(self.text) - held)
         return self.text[start : self.sent]
 
     def _read_span(self, span: Span, row_ids: Sequence[int], settled: int) -> bool:
@@ -277,11 +281,14 @@ class TextReader:
             self._add(range(span.start, span.end), span.texts)
             self.given += len(span.text) * (self.generated == 0)
             return True
-        layout, start = self.layout, max(self.position, span.start)
+        layout = self.layout
+        start = max(self.position, span.start)
         end = max(start, min(settled, span.end))
-        eos_id, ids = layout.tokenizer.eos_id, row_ids[start:end]
+        eos_id = layout.tokenizer.eos_id
+        ids = row_ids[start:end]
         if layout.may_end and span is layout.spans[-1] and eos_id is not None and eos_id in ids:
-            self.is_stopped, end = True, start + ids.index(eos_id)
+            self.is_stopped = True
+            end = start + ids.index(eos_id)
         pieces = [text or "" for text in layout.decode_hole(Span(start, end), row_ids)]
         is_whole = self.is_stopped or end == span.end
         if not is_whole and pieces and pieces[-1].endswith("\ufffd"):  # an incomplete character
@@ -300,6 +307,18 @@ class TextReader:
                 self.tokens.append((position, len(self.text), text))
             self.text += text
 
+    def _name_tokens(
+        self, ids: Sequence[int], position: int, logprobs: Mapping[int, float]
+    ) -> dict[str, float]:
+        """Return log-probabilities by the texts of tokens, but for the one that was drawn."""
+        is_word = self.layout.kinds[position] == templates.WORD  # the blank before it is given
+        named = {}
+        for token, logprob in logprobs.items():
+            if token != ids[position]:
+                (name,) = decode_tokens(self.layout.tokenizer, ids[:position], [token])
+                named[name.removeprefix(" ") if is_word else name] = logprob
+        return named
+
     def read_logprobs(
         self, ids: Sequence[int], logprobs: Mapping[int, TokenLogprob]
     ) -> dict[str, list[Any]]:
@@ -312,16 +331,14 @@ class TextReader:
         }
         while self.tokens and self.tokens[0][1] < self.sent:
             position, offset, text = self.tokens.popleft()
-            logprob, top = None, None
-            if (drawn := logprobs.get(position)) is not None:
-                logprob, top = drawn.logprob, {}
-                is_word = (
-                    self.layout.kinds[position] == templates.WORD
-                )  # the blank before it is given
-                for token in [each for each in drawn.top if each != ids[position]]:
-                    (name,) = decode_tokens(self.layout.tokenizer, ids[:position], [token])
-                    top[name.removeprefix(" ") if is_word else name] = drawn.top[token]
-                top |= {text: logprob}
-            for column, value in zip(columns.values(), (text, logprob, top, offset), strict=True):
-                column.append(value)
+            drawn = logprobs.get(position)
+            logprob = None
+            top = None
+            if drawn is not None:
+                logprob = drawn.logprob
+                top = self._name_tokens(ids, position, drawn.top) | {text: logprob}
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(logprob)
+            columns["top_logprobs"].append(top)
+            columns["text_offset"].append(offset)
         return columns

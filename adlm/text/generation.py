@@ -306,7 +306,8 @@ class RowFormat:
         """Lay a template out, with a length chosen for every hole."""
         pieces = parse_template(template)
         shown = shorten("".join(str(piece) for piece in pieces))
-        if not (holes := [piece for piece in pieces if isinstance(piece, Hole)]):
+        holes = [piece for piece in pieces if isinstance(piece, Hole)]
+        if not holes:
             remedy = "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
             problem = (
                 f"the template {shown} has no hole: write ___ where something is to be filled in"
@@ -382,11 +383,14 @@ def choose_hole_length(evaluator: ModelEvaluator, layouts: dict[int, Layout], nu
 def find_neighbors(layout: Layout, number: int) -> list[int]:
     """Return the positions of given text next to hole `number`, on both sides up to the next hole."""
     at = [i for i, span in enumerate(layout.spans) if span.texts is None][number]
-    left, right = (
-        [i for span in spans if span.texts is not None for i in range(span.start, span.end)]
-        for spans in (layout.spans[max(0, at - 1) : at], layout.spans[at + 1 : at + 2])
-    )
-    return left[-MAX_NEIGHBORS:] + right[:MAX_NEIGHBORS]
+    neighbors: list[int] = []
+    for span in layout.spans[max(0, at - 1) : at]:
+        if span.texts is not None:
+            neighbors += range(span.start, span.end)[-MAX_NEIGHBORS:]
+    for span in layout.spans[at + 1 : at + 2]:
+        if span.texts is not None:
+            neighbors += range(span.start, span.end)[:MAX_NEIGHBORS]
+    return neighbors
 
 
 def as_list(value: Any, kind: str = "text") -> list[Any]:

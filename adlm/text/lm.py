@@ -357,9 +357,8 @@ class LM:
         """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte."""
         generation.check_whole_numbers(1, draws=draws, batch=batch)
         generation.check_whole_numbers(0, seed=seed)
-        if not (
-            layouts := [self.row_format.layout_text(text) for text in generation.as_list(texts)]
-        ):
+        layouts = [self.row_format.layout_text(text) for text in generation.as_list(texts)]
+        if not layouts:
             raise ValueError("there is no text to score: give one, or a list of them")
         if draws < 2 and not self.row_format.is_causal:
             raise ValueError(
@@ -377,13 +376,10 @@ class LM:
         for layout, nats, error, is_exact in zip(
             layouts, *(each.tolist() for each in columns), strict=True
         ):
-            tokens, size = (
-                len(layout.spans[0].texts or ()),
-                len(layout.spans[0].text.encode("utf-8")),
-            )
-            scores.append(
-                Score(nats / tokens, error / tokens, tokens, nats / math.log(2) / size, is_exact)
-            )
+            whole = layout.spans[0]
+            tokens = len(whole.texts or ())
+            bits_per_byte = nats / math.log(2) / len(whole.text.encode("utf-8"))
+            scores.append(Score(nats / tokens, error / tokens, tokens, bits_per_byte, is_exact))
         return scores
 
     def save(self, folder: str | Path) -> Path:
