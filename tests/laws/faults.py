@@ -603,6 +603,44 @@ FAULTS = (
         (TRAINING,),
     ),
     Fault(
+        "anchor ramp ignored in training",
+        "a run is the run of an earlier version",
+        (
+            Patch(
+                "adlm/training/objective.py",
+                "steps, self.peak_anchor_weight) if self.anchor_ramp else",
+                "steps, self.peak_anchor_weight) if False else",
+            ),
+            Patch(
+                MASKING,
+                "anchor_weight(step, process.ramp_steps, process.anchor_weight)",
+                "anchor_weight(step, None, process.anchor_weight)",
+            ),
+        ),
+        (TRAINING,),
+    ),
+    Fault(
+        "bell-shaped times weigh as uniform ones",
+        "a run is the run of an earlier version",
+        (Patch(MASKING, "(weight / density).float()", "weight.float()"),),
+        (TRAINING,),
+    ),
+    Fault(
+        "averages of the optimizer ignored",
+        "a run is the run of an earlier version",
+        (Patch("adlm/training/optim.py", "betas=settings.betas", "betas=(0.9, 0.999)"),),
+        (TRAINING,),
+    ),
+    Fault(
+        "best is the worst",
+        "the best checkpoint has the least loss",
+        (
+            Patch(LOOP, "valid[task.best_metric] < best", "valid[task.best_metric] > -best"),
+            Patch(TRAIN, "current < best", "current > best"),
+        ),
+        (TRAINING,),
+    ),
+    Fault(
         "average of the weights is not saved",
         "the average is what is loaded",
         (

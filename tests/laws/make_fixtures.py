@@ -1,14 +1,15 @@
 """Writes `fixtures/`: what an earlier version wrote, which later ones must read.
 
 It was run once, with the version that the ring began with (`python -m tests.laws.make_fixtures`,
-then `python -m tests.laws.make_fixtures rows`). Running it again would replace the evidence by what
-today's code writes: do not.
+then with `rows` and with `runs` as its argument). Running it again would replace the evidence by
+what today's code writes: do not.
 """
 
 import json
 import os
 import shutil
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,26 @@ def write_rows() -> None:
     OLD_ROWS.write_text("".join(lines), "utf-8")
 
 
+def write_runs() -> None:
+    """Write the metrics of runs with other settings than those of the recipe."""
+    from tests.laws.test_training import OLD_RUNS, RECIPES, train
+
+    if OLD_RUNS.exists():
+        raise SystemExit(f"{OLD_RUNS} exists: it is evidence of an earlier version")
+    torch.set_num_threads(1)
+    lines = []
+    for case, (method, changes, rows) in RECIPES.items():
+        with tempfile.TemporaryDirectory() as place:
+            shutil.copy(FOLDER / "recipe.yaml", place)
+            shutil.copytree(FOLDER / f"data-{rows}", Path(place) / f"data-{rows}")
+            os.chdir(place)
+            train(method, "run", *changes, rows=rows)
+            record = {"case": case, "metrics": commands.read_metrics(Path("run"))}
+            lines.append(json.dumps(record) + "\n")
+            os.chdir(FOLDER)
+    OLD_RUNS.write_text("".join(lines), "utf-8")
+
+
 def main() -> None:
     if FOLDER.exists():
         raise SystemExit(
@@ -166,5 +187,7 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["rows"]:
         write_rows()
+    elif sys.argv[1:] == ["runs"]:
+        write_runs()
     else:
         main()

@@ -1,5 +1,6 @@
 """A run that was stopped anywhere and resumed computes and logs what one that was not does."""
 
+import json
 import math
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from torch import Tensor
 import adlm
 from tests.laws import adapter
 from tests.laws.commands import read_metrics, start_command
-from tests.laws.texts import METHODS
+from tests.laws.texts import FIXTURES, METHODS
 
 Workplace = Callable[..., Path]
 
@@ -184,6 +185,50 @@ def test_the_first_step_is_as_long_as_its_learning_rate(workplace: Workplace) ->
     start = type(model)(model.config, seed=0).state_dict()
     moved = [(value - start[name]).abs().max() for name, value in model.state_dict().items()]
     assert float(max(moved)) == pytest.approx(1e-2 / 4, rel=1e-3)
+
+
+OLD_RUNS = FIXTURES / "runs.jsonl"
+RECIPES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "moments": (
+        "adlm",
+        ("optimizer.betas=[0.7,0.8]", "optimizer.weight_decay=0.5", "optimizer.eps=1e-3"),
+        "wrapped",
+    ),
+    "ramp": ("adlm", ("objective.anchor_ramp=true", "objective.anchor_weight=0.5"), "wrapped"),
+    "seed": ("mdlm", ("seed=3", "ema=null", "optimizer.clip=0.1"), "wrapped"),
+    "epochs": ("ar", ("batch=48", "steps=9"), "wrapped"),
+    "documents": ("a2r", ("seed=1", "objective.max_count=2"), "documents"),
+    "discrete": ("mdlm", ("objective.discrete_steps=7", "objective.time_std=0.3"), "wrapped"),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_run_is_the_run_of_an_earlier_version(case: str, workplace: Workplace) -> None:
+    method, changes, rows = RECIPES[case]
+    workplace("recipe.yaml", f"data-{rows}")
+    train(method, "run", *changes, rows=rows)
+    records = [json.loads(line) for line in OLD_RUNS.read_text("utf-8").splitlines()]
+    (expected,) = [each["metrics"] for each in records if each["case"] == case]
+    found = read_metrics(Path("run"))
+    assert [each.keys() for each in found] == [each.keys() for each in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=2e-4, abs=1e-5), (mine["step"], key)
+
+
+def test_the_best_checkpoint_has_the_least_loss_on_held_out_rows(workplace: Workplace) -> None:
+    """Where the rate is small at first the last is best, where it is huge an earlier one."""
+    workplace("recipe.yaml", "data-wrapped")
+    places = set()
+    for rate in ("1e-2", "0.3"):
+        own = ("steps=12", "valid.every=3", "checkpoint.every=3", f"optimizer.lr={rate}")
+        train("mdlm", rate, *own, "optimizer.warmup=9", "checkpoint.keep=9", "ema=null")
+        found = [each for each in read_metrics(Path(rate)) if "val/nll" in each]
+        least = min(found, key=lambda each: each["val/nll"])["step"]
+        best = (Path(rate) / "checkpoints" / "best").resolve()
+        assert best.name == f"step-{least:08d}"
+        places.add(least)
+    assert len(places) == 2
 
 
 def test_the_size_of_micro_batches_changes_rounding_alone(workplace: Workplace) -> None:
