@@ -7,6 +7,7 @@ the paper's Algorithm 1.
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,11 +22,13 @@ from adlm.diffusion.categorical import (
     drop_unlikely,
     find_candidates,
 )
+from adlm.diffusion.features import Features
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
 from adlm.diffusion.samplers import ByScore, EntropyBounded, FirstHitting, RemaskByConfidence
 from adlm.diffusion.sampling import Evaluator, Row, Sampler, fill_rows
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.methods import METHODS, build_config
+from adlm.models.transformer import SlotCache, SlotWindow
 
 VOCAB, MASK = 12, 11  # of `small_model`
 # Every sampler with few steps and, where it can, much remasking.
@@ -45,6 +48,26 @@ def as_settings(sampler: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 SAMPLING = {name: as_settings(name, options) for name, options in OPTIONS.items()}
+
+
+def open_windows(caches: Sequence[SlotCache], rows: int, start: int, size: int) -> None:
+    """Let the next call read tokens start … start + size - 1 of each of the first rows."""
+    position = torch.arange(start, start + size).expand(rows, -1)
+    window = SlotWindow.open(None, position, start + size)
+    for cache in caches:
+        cache.window = window
+
+
+def read_in_parts(model: LanguageModel, tokens: Tensor, sizes: Sequence[int]) -> list[Features]:
+    """Features of rows (B, L) that are read in parts, with a cache."""
+    caches = model.new_slot_cache(*tokens.shape)
+    parts = []
+    start = 0
+    for part in tokens.split(list(sizes), 1):
+        open_windows(caches, len(part), start, part.shape[1])
+        parts.append(model(part, cache=caches))
+        start += part.shape[1]
+    return parts
 
 
 def random_model(

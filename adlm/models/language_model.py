@@ -25,15 +25,12 @@ from torch import Tensor, nn
 
 from adlm.diffusion.features import Features
 from adlm.models.transformer import (
-    KVCache,
     Layer,
     Norm,
     Rotary,
     SlotCache,
-    SlotWindow,
     Stack,
     UnpaddedRows,
-    causal_mask,
     gather_rows,
     rms_norm,
     rotary_table,
@@ -114,7 +111,7 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-Caches = Sequence[KVCache | SlotCache] | None  # of a causal model, one per layer
+Caches = Sequence[SlotCache] | None  # of a causal model, one per layer
 Valid = (
     Tensor | UnpaddedRows | None
 )  # False at padding (B, L), or where the tokens are (`can_unpad`)
@@ -222,9 +219,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
         config = self.config
-        window = None if cache is None else find_window(cache)
-        start = 0 if window is not None or not cache else cache[0].used  # type: ignore[union-attr]
-        length = start + x.shape[1]
+        length = x.shape[1]
         if length > config.length:
             raise ValueError(
                 f"{length} tokens are longer than this model's length of {config.length}: shorten them"
@@ -234,13 +229,18 @@ class LanguageModel(nn.Module):
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
         rows = x.shape[0]
-        positions = slice(start, length)
-        place: slice | Tensor = positions
+        place: slice | Tensor = slice(length)
         mask: Valid = None
-        if window is not None:
+        if cache is not None:
+            if valid is not None:
+                raise ValueError(
+                    "`valid` and a cache were given: expected one of them, all cached tokens are valid"
+                )
+            window = cache[0].window
+            assert window is not None, "a cache is used within a window"
             place, mask = window.position, window.mask
         elif valid is not None:
-            x, place, mask = arrange_rows(x, positions, valid, config, is_cached=cache is not None)
+            x, place, mask = arrange_rows(x, valid, config)
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)
@@ -292,18 +292,14 @@ class LanguageModel(nn.Module):
         """Return log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token)."""
         return compute_log_probs(self, tokens, noise_level)
 
-    def new_cache(self, batch: int, length: int | None = None) -> list[KVCache]:
+    def new_slot_cache(self, slots: int, length: int) -> list[SlotCache]:
         """Return empty key-value caches for all layers, anchor network first."""
         config, weight = self.config, self.embed.weight
         if not config.is_causal:
             raise ValueError("this model is masked: only causal models can use a key-value cache")
-        shape = batch, config.heads, length or config.length, config.dim // config.heads
+        shape = slots, config.heads, length, config.dim // config.heads
         layers = config.anchor_layers + config.denoiser_layers
-        return [KVCache(weight.new_empty(shape)) for _ in range(layers)]
-
-    def new_slot_cache(self, slots: int, length: int) -> list[SlotCache]:
-        """Return empty key-value caches for all layers, anchor network first, whose rows have their own lengths."""
-        return [SlotCache(torch.zeros_like(cache.keys)) for cache in self.new_cache(slots, length)]
+        return [SlotCache(weight.new_zeros(shape)) for _ in range(layers)]
 
     def compile_layers(self) -> LanguageModel:
         """Compile each layer in place (they share one graph); embedding, bridge and heads stay eager."""
@@ -315,12 +311,6 @@ class LanguageModel(nn.Module):
     def fold(self) -> LanguageModel:
         """Return the inference form: bridge product and constant modulations in the matrices, equal up to rounding."""
         return fold_model(self)
-
-
-def find_window(cache: Caches) -> SlotWindow | None:
-    """Return the window of the caches of rows with their own lengths."""
-    first = cache[0] if cache else None
-    return first.window if isinstance(first, SlotCache) else None
 
 
 def compute_log_probs(
@@ -351,36 +341,27 @@ def empty_embedding(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
-def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
+def attention_mask(valid: Tensor, is_causal: bool) -> Tensor:
     """Return which keys each query may attend to: valid ones; in a causal model earlier ones, and itself."""
     if not is_causal:
         return valid[:, None, None, :]
-    if is_cached:
-        raise ValueError(
-            "a causal model takes `valid` or a cache, not both: all cached tokens are valid"
-        )
-    length = valid.shape[1]
-    itself = torch.eye(
-        length, dtype=torch.bool, device=valid.device
-    )  # else a padded query would attend to nothing
-    return (causal_mask(length, length, valid.device) & valid[:, None, None, :]) | itself
+    position = torch.arange(valid.shape[1], device=valid.device)
+    is_before = position <= position[:, None]
+    itself = position == position[:, None]  # else a padded query would attend to nothing
+    return (is_before & valid[:, None, None, :]) | itself
 
 
 def arrange_rows(
-    x: Tensor, place: slice, valid: Tensor | UnpaddedRows, config: ModelConfig, *, is_cached: bool
+    x: Tensor, valid: Tensor | UnpaddedRows, config: ModelConfig
 ) -> tuple[Tensor, slice | Tensor, Valid]:
     """Return the input of a stage, its positions and what attention may read: of unpadded rows the tokens alone."""
     if isinstance(valid, UnpaddedRows):
-        if is_cached:
-            raise ValueError(
-                "UnpaddedRows and a cache were given: expected one of them, all cached tokens are valid"
-            )
         if not can_unpad(config):
             raise ValueError(
                 "this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)"
             )
         return gather_rows(x, valid), valid.position, valid
-    return x, place, attention_mask(valid, config.is_causal, is_cached)
+    return x, slice(x.shape[1]), attention_mask(valid, config.is_causal)
 
 
 def can_unpad(config: ModelConfig) -> bool:

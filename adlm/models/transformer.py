@@ -192,25 +192,6 @@ def compute_modulations(
     return list((vectors[0] if cond.shape[0] == 1 else vectors[:, None]).chunk(parts, -1))
 
 
-class KVCache:
-    """One causal layer's keys and values (B, heads, length, head_dim), allocated once and filled in place."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self.keys, self.values, self.used = keys, torch.empty_like(keys), 0
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new positions and return all so far."""
-        end = self.used + k.shape[2]
-        if end > self.keys.shape[2]:
-            raise ValueError(
-                f"{end} positions do not fit into a cache of {self.keys.shape[2]}: make a longer cache"
-            )
-        self.keys[:, :, self.used : end] = k
-        self.values[:, :, self.used : end] = v
-        self.used = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-
 class SlotWindow(NamedTuple):
     """Where the tokens (n, L) of a call are read in the rows of a `SlotCache`."""
 
@@ -226,7 +207,7 @@ class SlotWindow(NamedTuple):
 
 
 class SlotCache:
-    """One causal layer's keys and values (slots, heads, length, head_dim), in which each row has its own length.
+    """One causal layer's keys and values (slots, heads, length, head_dim), where rows have their own lengths.
 
     What is written behind a row's end is overwritten before it is attended to.
     """
@@ -242,7 +223,7 @@ class SlotCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new positions (n, heads, L, head_dim) and return those that they may attend to."""
-        assert self.window is not None, "a slot cache is used within a window"
+        assert self.window is not None, "a cache is used within a window"
         slots, position, mask = self.window
         count, length = len(position), mask.shape[-1]
         rows = torch.arange(count, device=k.device) if slots is None else slots
@@ -275,7 +256,7 @@ class Layer(nn.Module):
         rotary: Rotary | None = None,
         cond: Tensor | None = None,
         attend: Tensor | UnpaddedRows | None = None,
-        cache: KVCache | SlotCache | None = None,
+        cache: SlotCache | None = None,
     ) -> Tensor:
         batch, length, dim = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(self.modulation, cond, 6)
@@ -292,9 +273,6 @@ class Layer(nn.Module):
         is_causal = self.is_causal and not isinstance(attend, Tensor)
         if cache is not None:
             k, v = cache.append(k, v)
-            if is_causal and length > 1 and k.shape[2] > length:
-                attend = causal_mask(length, k.shape[2], x.device)
-            is_causal = is_causal and length > 1 and attend is None
         y = attention(q, k, v, is_causal=is_causal, attend=attend)
         y = y.transpose(1, 2).reshape(batch, length, dim)
         x = x + F.dropout(apply_gate(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
@@ -302,12 +280,6 @@ class Layer(nn.Module):
         return x + F.dropout(apply_gate(self.down, y, gate2), self.dropout, self.training).to(
             x.dtype
         )
-
-
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return which of `keys` positions the last `queries` positions may attend to."""
-    position = torch.arange(keys - queries, keys, device=device)
-    return torch.arange(keys, device=device) <= position[:, None]
 
 
 class NoiseEmbedding(nn.Module):
@@ -366,7 +338,7 @@ class Stack(nn.Module):
         noise_level: Tensor | None = None,
         rotary: Rotary | None = None,
         attend: Tensor | UnpaddedRows | None = None,
-        caches: Sequence[KVCache | SlotCache] | None = None,
+        caches: Sequence[SlotCache] | None = None,
     ) -> Tensor:
         cond = self.condition_on(noise_level, x.device)
         for i, layer in enumerate(self.layers):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from adlm.diffusion.plans import (
     dfm_step,
     reverse_distribution,
 )
-from adlm.diffusion.samplers import RemaskByConfidence, build_sampler
+from adlm.diffusion.samplers import LeftToRight, RemaskByConfidence, build_sampler
+from adlm.diffusion.sampling import Row
 from adlm.models.evaluator import build_evaluator
 from tests.goldens import MASK, arrays, facts, model
 from tests.world import compute_probs
@@ -153,12 +155,15 @@ def test_trajectories(run):
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_autoregressive_sampling(top_p):
     """Their Gumbel noise on our cached logits; their sampler overwrites the last position by BOS, ours never does."""
-    golden, ours = arrays(f"ar_sample_gpt2like_p{top_p}"), evaluator("ar")
-    expected, cache = golden["x"], ours.model.new_cache(2, 16)
+    golden, ours = arrays(f"ar_sample_gpt2like_p{top_p}"), evaluator("ar").open()
+    expected = golden["x"]
+    rows = [Row(tokens, LeftToRight(), torch.arange(16) < 1) for tokens in expected]
     x = expected[:, :1]
     for i in range(14):
         with torch.no_grad():
-            logits = ours.logits_at(ours.model(x[:, -1:], cache=cache).final[:, -1])
+            end = np.full(2, i + 1)
+            features = ours.features(x, torch.zeros(2), rows=rows, next_position=end)
+            logits = ours.logits_at(features[:, -1])
         law = compute_probs(logits, SamplingParams(top_p=top_p, nucleus="lineage"))
         x = torch.cat([x, (law.log() + golden["gumbel"][:, i]).argmax(-1, keepdim=True)], 1)
     assert torch.equal(x, expected[:, :15])

@@ -18,7 +18,14 @@ from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.methods import build_config
 from adlm.models.transformer import UnpaddedRows, unpad
 from tests.goldens import facts
-from tests.world import count_weights, random_model, random_tokens, shapes_only
+from tests.world import (
+    count_weights,
+    open_windows,
+    random_model,
+    random_tokens,
+    read_in_parts,
+    shapes_only,
+)
 
 COUNTS = facts("param_counts")
 TINY = {"dim": 512, "heads": 8, "anchor_layers": 8, "denoiser_layers": 4}  # the lineage's `tiny`
@@ -98,19 +105,12 @@ def test_cached_features_are_the_full_ones(method, changes):
     with torch.no_grad():
         full = model(tokens)
         for sizes in ([1] * 13, [13], [5, 1, 1, 6], [1, 12], [4, 4, 4, 1], [12, 1]):
-            cache, start = model.new_cache(3), 0
-            for size in sizes:
-                part = model(tokens[:, start : start + size], cache=cache)
-                torch.testing.assert_close(
-                    part.final, full.final[:, start : start + size], atol=1e-5, rtol=1e-5
-                )
-                if method == "a2r":
-                    torch.testing.assert_close(
-                        part.anchor, full.anchor[:, start : start + size], atol=1e-5, rtol=1e-5
-                    )
-                start += size
-    with pytest.raises(ValueError, match="length of 13"):
-        model(tokens[:, :1], cache=cache)
+            parts = read_in_parts(model, tokens, sizes)
+            final = torch.cat([part.final for part in parts], 1)
+            torch.testing.assert_close(final, full.final, atol=1e-5, rtol=1e-5)
+            if method == "a2r":
+                anchor = torch.cat([part.anchor for part in parts], 1)
+                torch.testing.assert_close(anchor, full.anchor, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
@@ -250,20 +250,14 @@ def test_impossible_shapes_are_refused(wrong, message):
         (
             "adlm",
             {},
-            lambda model: model.new_cache(1),
+            lambda model: model.new_slot_cache(1, 3),
             "only causal models can use a key-value cache",
         ),
         (
             "ar",
             {},
-            lambda model: model(torch.zeros(1, 3).long(), cache=model.new_cache(1, 2)),
-            "into a cache of 2",
-        ),
-        (
-            "ar",
-            {},
-            lambda model: model(ZEROS, valid=ZEROS == 0, cache=model.new_cache(2)),
-            "a cache, not both",
+            lambda model: model(ZEROS, valid=ZEROS == 0, cache=model.new_slot_cache(2, 3)),
+            "`valid` and a cache were given",
         ),
         ("mdlm", {}, lambda model: model.anchor_features(ZEROS), "one stage and no anchor network"),
         ("mdlm", TIMED, lambda model: model(ZEROS), r"noise_level of shape \(2,\)"),
@@ -372,8 +366,8 @@ def test_models_that_need_whole_rows_refuse_unpadded_ones(method, changes):
 
 def test_unpadded_rows_and_a_cache_are_refused():
     model, rows = random_model("ar"), unpad(torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="UnpaddedRows and a cache were given"):
-        model(torch.zeros(2, 3, dtype=torch.long), valid=rows, cache=model.new_cache(2))
+    with pytest.raises(ValueError, match="`valid` and a cache were given"):
+        model(torch.zeros(2, 3, dtype=torch.long), valid=rows, cache=model.new_slot_cache(2, 3))
 
 
 def test_angles_made_for_inference_serve_training():
@@ -396,7 +390,9 @@ def test_forward_is_the_composition_of_the_two_stages(method):
         assert torch.equal(whole.anchor, anchor)
         assert torch.equal(whole.final, model.denoise_features(anchor, **where))
     if method == "a2r":
-        cache, other = model.new_cache(3), model.new_cache(3)
-        for part in tokens.split(5, 1):
+        cache, other = model.new_slot_cache(3, 12), model.new_slot_cache(3, 12)
+        for start in (0, 4, 8):
+            part = tokens[:, start : start + 4]
+            open_windows([*cache, *other], len(part), start, 4)
             whole, anchor = model(part, cache=cache), model.anchor_features(part, cache=other)
             assert torch.equal(whole.final, model.denoise_features(anchor, cache=other))
