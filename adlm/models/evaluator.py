@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -218,6 +219,15 @@ class ModelEvaluator:
         return x.to(self.device)
 
 
+@dataclass
+class ReadWindow:
+    """Tokens of a causal model that are read in one call."""
+
+    slots: Positions  # (n,); those between others are computed too, and keep what they have
+    rows: Positions  # (n,): the row in each slot, any where there is none
+    counts: Positions  # (n,): tokens to be read
+
+
 class CausalEvaluator(ModelEvaluator):
     """A causal model with key-value caches, in which each row of a running batch has a slot and its own length.
 
@@ -254,24 +264,12 @@ class CausalEvaluator(ModelEvaluator):
         if not hasattr(self.model, "new_slot_cache"):
             return self._read_all(tokens, next_position)
         slots = self._assign_slots(rows, tokens.shape[1])
-        missing = next_position - self.read[slots]
-        is_next = (missing == 1) & (self.read[slots] > 0)
-        parts = []
-        order = []
-        if is_next.any():
-            order.append(is_next.nonzero()[0])
-            parts.append(self._read_next(tokens, slots[is_next], order[-1]))
-        if not is_next.all():
-            prompts = (~is_next).nonzero()[0]
-            # Rows of a fixed batch are read alone: their shapes must not depend on each other.
-            groups = prompts[:, None] if self.fixed_batch else [prompts]
-            for members in groups:
-                order.append(members)
-                own = [rows[i] for i in members.tolist()]
-                parts.append(self._read_prompts(tokens, own, members, missing[members]))
+        windows = self._choose_windows(slots, next_position - self.read[slots])
+        parts = [self._read_window(tokens, rows, window) for window in windows]
         self.read[slots] = next_position
-        place = self._send(torch.from_numpy(np.argsort(np.concatenate(order))))
-        features = torch.cat(parts)[place]
+        place = np.zeros_like(self.read)  # of a slot's features: those of the last window count
+        place[np.concatenate([x.slots for x in windows])] = np.arange(sum(map(len, parts)))
+        features = torch.cat(parts)[self._send(torch.from_numpy(place[slots]))]
         return features[:, None].expand(-1, tokens.shape[1], -1)
 
     def _read_all(self, tokens: Tensor, next_position: Positions) -> Tensor:
@@ -286,8 +284,11 @@ class CausalEvaluator(ModelEvaluator):
     def _assign_slots(self, rows: Sequence[Row], width: int) -> Positions:
         """Return the slot of each row; rows that are not there any more have lost theirs."""
         self.slots = {row: self.slots[row] for row in rows if row in self.slots}
-        taken = set(self.slots.values())
-        free = (slot for slot in itertools.count() if slot not in taken)
+        kept = list(self.slots.values())
+        read = np.zeros_like(self.read)
+        read[kept] = self.read[kept]
+        self.read = read
+        free = (slot for slot in itertools.count() if slot not in kept)
         joining = [row for row in rows if row not in self.slots]
         self.slots |= zip(joining, free, strict=False)
         count = 1 + max(self.slots.values())
@@ -296,7 +297,6 @@ class CausalEvaluator(ModelEvaluator):
         width = self.max_length if self.fixed_batch else max(width, self.width)
         if count > len(self.read) or width > self.width:
             self._grow(max(count, len(self.read)), width)
-        self.read[[self.slots[row] for row in joining]] = 0
         return np.array([self.slots[row] for row in rows], np.int64)
 
     def _grow(self, count: int, width: int) -> None:
@@ -309,58 +309,54 @@ class CausalEvaluator(ModelEvaluator):
         self.read = np.pad(self.read, (0, count - len(self.read)))
         self.width = width
 
-    def _read_next(self, tokens: Tensor, slots: Positions, members: Positions) -> Tensor:
-        """Read one token in each of these slots; the slots between them are computed too and keep what they have."""
-        count = 1 + int(slots.max())
-        count += -count % (self.fixed_batch or 1)
-        position = np.minimum(self.read[:count], self.width - 1)
-        where = np.zeros((2, count), np.int64)  # the first token of a row is always given
-        where[0, slots] = members
-        where[1, slots] = position[slots]
-        row, column = self._send(torch.from_numpy(where))
-        x = tokens[row, column][:, None]
-        length = self.width if self.fixed_batch else 1 + int(position[slots].max())
-        place = self._send(torch.from_numpy(position))[:, None]
-        features = []
-        for start in range(0, count, self.fixed_batch or count):
-            part = slice(start, start + (self.fixed_batch or count))
-            own = None
-            if self.fixed_batch:
-                own = torch.arange(start, part.stop, device=self.device)
-            features.append(self._run_window(x[part], own, place[part], length)[:, -1])
-        return torch.cat(features)[self._send(torch.from_numpy(slots))]
+    def _choose_windows(self, slots: Positions, counts: Positions) -> list[ReadWindow]:
+        """Choose which slots are read together: those up to the last that lacks one token, and then prompts.
 
-    def _read_prompts(
-        self, tokens: Tensor, rows: Sequence[Row], members: Positions, counts: Positions
-    ) -> Tensor:
-        """Read all that is missing in some rows: `counts` (n,) tokens."""
-        slots = np.array([self.slots[row] for row in rows], np.int64)
-        size = int(counts.max())
-        if self.fixed_batch:
+        In a fixed batch prompts are read alone, and the others in parts of its size: their shapes must not depend on
+        each other.
+        """
+        row = np.zeros_like(self.read)  # by slot
+        row[slots] = np.arange(len(slots))
+        is_next = (counts == 1) & (self.read[slots] > 0)
+        end = 1 + slots[is_next].max(initial=-1)
+        size = self.fixed_batch or max(1, end)
+        windows = []
+        for start in range(0, end, size):
+            between = np.arange(start, start + size)
+            windows.append(ReadWindow(between, row[between], np.ones_like(between)))
+
+        prompts = (~is_next).nonzero()[0]
+        groups = prompts[:, None] if self.fixed_batch else [prompts]
+        windows += [ReadWindow(slots[own], own, counts[own]) for own in groups if len(own)]
+        return windows
+
+    def _read_window(self, tokens: Tensor, rows: Sequence[Row], window: ReadWindow) -> Tensor:
+        """Read a window's tokens and return the features (n, dim) of the last of each slot."""
+        start = self.read[window.slots][:, None]
+        last = start + window.counts[:, None] - 1
+        size = int(window.counts.max())
+        if self.fixed_batch and size > 1:
             size = round_length(size, self.max_length)
-        place = np.minimum(self.read[slots][:, None] + np.arange(size), self.width - 1)
-        where = self._send(torch.from_numpy(place))
-        row = self._send(torch.from_numpy(members))[:, None]
-        last_read = np.minimum(place, (self.read[slots] + counts - 1)[:, None])
-        x = self.embed_prompts(tokens[row, self._send(torch.from_numpy(last_read))], rows)
-        length = self.width if self.fixed_batch else 1 + int(place.max())
-        own = self._send(torch.from_numpy(slots))
-        features = self._run_window(x, own, where, length)
-        last = self._send(torch.from_numpy(counts - 1))
-        return features[torch.arange(len(features), device=self.device), last]
+        position = np.minimum(start + np.arange(size), self.width - 1)
+        column = np.minimum(np.minimum(position, last), tokens.shape[1] - 1)
+        length = self.width if self.fixed_batch else 1 + int(position.max())
+
+        row = self._send(torch.from_numpy(window.rows))
+        x = tokens[row[:, None], self._send(torch.from_numpy(column))]
+        if not start.any():
+            x = self.embed_prompts(x, [rows[i] for i in window.rows])
+        is_first = np.array_equal(window.slots, np.arange(len(window.slots)))
+        slots = None if is_first else self._send(torch.from_numpy(window.slots))
+        opened = SlotWindow.open(slots, self._send(torch.from_numpy(position)), length)
+        for cache in self.caches:
+            cache.window = opened
+        features = self.model(x, cache=self.caches).final
+        last_read = self._send(torch.from_numpy(window.counts - 1))
+        return features[torch.arange(len(x), device=self.device), last_read]
 
     def embed_prompts(self, tokens: Tensor, rows: Sequence[Row]) -> Tensor:
         """Return the network's input for the tokens (n, L) of prompts: here the tokens."""
         return tokens
-
-    def _run_window(
-        self, tokens: Tensor, slots: Tensor | None, position: Tensor, length: int
-    ) -> Tensor:
-        window = SlotWindow.open(slots, position, length)
-        for cache in self.caches:
-            cache.window = window
-        final: Tensor = self.model(tokens, cache=self.caches).final
-        return final
 
 
 def build_evaluator(
