@@ -172,7 +172,8 @@ class CounterRng:
             if (passed == k).all():  # all rows are as far in the steps that are kept
                 keys = seed.tobytes() + row.tobytes() + (clock - k).tobytes()
                 kept = make_ahead(keys, self.ahead, length, int(purpose))
-                return torch.tensor(kept[0][k : k + 1]), torch.tensor(kept[1][k : k + 1])
+                first, second = (x[k : k + 1].copy() for x in kept)
+                return torch.from_numpy(first), torch.from_numpy(second)
         first, second = make_steps(seed, row, clock, steps, length, int(purpose))
         return torch.from_numpy(first), torch.from_numpy(second)
 
