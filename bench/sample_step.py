@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
             """Evaluate and draw what the plan changes in this step, from the same half-masked tokens each time."""
             running.tokens = start
             running.is_hidden = is_hidden
-            features = running.evaluate(changes, [])
+            features = running.evaluate(changes, {})
             running.write_tokens(changes, running.draw(changes, features))
 
         if is_cuda:

@@ -71,6 +71,7 @@ class Column:
 class View:
     """What a sampler sees of its n rows before a step, on the host."""
 
+    rows: list[int]  # their places in the batch
     step: Tensor  # (n,), of the block
     is_hidden: Tensor  # (n, L): hidden positions of the block
     is_free: Tensor  # (n, L): positions of the block that may change
@@ -457,15 +458,7 @@ def enter_blocks(slots: Sequence[Slot], is_hidden: Flags, block_at: Positions) -
 # The running batch.
 
 Changes = dict[int, Change]  # by row
-
-
-@dataclass
-class Group:
-    """The rows of equal samplers that have a score, before the network has run."""
-
-    sampler: Sampler
-    members: list[int]
-    view: View
+Waiting = dict[Sampler, View]  # samplers whose scores are missing
 
 
 @dataclass
@@ -564,8 +557,8 @@ class RunningBatch(Generic[R]):
         try:
             changes, waiting = self.move()
             features = self.evaluate(changes, waiting)
-            for group in waiting:
-                changes |= self.choose(group, features)
+            for sampler, view in waiting.items():
+                changes |= self.choose(sampler, view, features)
             drawn = self.draw(changes, features)
         except RowsError:
             if self.evaluated:
@@ -575,7 +568,7 @@ class RunningBatch(Generic[R]):
 
     # Move.
 
-    def move(self) -> tuple[Changes, list[Group]]:
+    def move(self) -> tuple[Changes, Waiting]:
         """Return the changes that are known now, and the samplers that wait for the network."""
         changes: Changes = {}
         called: dict[Sampler, list[int]] = {}
@@ -589,14 +582,14 @@ class RunningBatch(Generic[R]):
                 called.setdefault(slot.row.sampler, []).append(i)
             elif slot.next.step == slot.step or not slot.row.every_step:
                 changes[i] = slot.next  # taken when it is written
-        waiting = []
+        waiting: Waiting = {}
         for sampler, members in called.items():
             with blame([self.rows[i] for i in members]):
-                group = Group(sampler, members, self._view(sampler, members))
+                view = self._view(sampler, members)
                 if sampler.score is None:
-                    changes |= self._call(group)
+                    changes |= self._call(sampler, view)
                 else:
-                    waiting.append(group)
+                    waiting[sampler] = view
         return changes, waiting
 
     def _view(self, sampler: Sampler, members: list[int]) -> View:
@@ -606,6 +599,7 @@ class RunningBatch(Generic[R]):
         is_free = self.block_at[members] == np.array([[x.block] for x in slots])
         last_prob = torch.from_numpy(self.last_prob[members]) if sampler.reads_last_prob else None
         return View(
+            rows=members,
             step=step,
             is_hidden=torch.from_numpy(self.is_hidden[members] & is_free),
             is_free=torch.from_numpy(is_free),
@@ -615,12 +609,11 @@ class RunningBatch(Generic[R]):
             last_prob=last_prob,
         )
 
-    def _call(self, group: Group) -> Changes:
+    def _call(self, sampler: Sampler, view: View) -> Changes:
         """Call a sampler and return the changes of its rows."""
-        sampler, view = group.sampler, group.view
         move = sampler.move(view)
         check_move(sampler, view, move)
-        count = len(group.members)
+        count = len(view.rows)
         level = view.noise_level if move.noise_level is None else move.noise_level
         levels = level.tolist()
         is_last = [None] * count if move.is_last is None else move.is_last.tolist()
@@ -630,7 +623,7 @@ class RunningBatch(Generic[R]):
         has_numbers = "numbers" in vars(view) or view.rng.is_ahead(view.is_hidden.shape[1])
         u = view.numbers[1].numpy() if has_numbers else None
         changes: Changes = {}
-        for k, i in enumerate(group.members):
+        for k, i in enumerate(view.rows):
             length = self.lengths[i]
             own = None if u is None else u[k, reveals[k]]
             values = {name: x[k].reshape(-1)[:length] for name, x in columns.items()}
@@ -640,11 +633,11 @@ class RunningBatch(Generic[R]):
 
     # Evaluate and choose.
 
-    def evaluate(self, changes: Changes, waiting: Sequence[Group]) -> Tensor | None:
+    def evaluate(self, changes: Changes, waiting: Waiting) -> Tensor | None:
         """Return features (n, L, dim) of the rows in which a token is drawn now, or may be."""
         levels = {i: change.noise_level for i, change in changes.items() if len(change.reveal)}
-        for group in waiting:
-            levels.update(zip(group.members, group.view.noise_level.tolist(), strict=True))
+        for view in waiting.values():
+            levels.update(zip(view.rows, view.noise_level.tolist(), strict=True))
         if not levels:
             return None
         members = sorted(levels)
@@ -663,23 +656,20 @@ class RunningBatch(Generic[R]):
         next_position = self.is_hidden[members].argmax(1)
         return self.evaluator.features(tokens, level, valid, rows, next_position)
 
-    def choose(self, group: Group, features: Tensor | None) -> Changes:
+    def choose(self, sampler: Sampler, view: View, features: Tensor | None) -> Changes:
         """Call a sampler with the scores of its rows' hidden positions."""
-        sampler, view = group.sampler, group.view
         assert sampler.score is not None
         is_hidden = view.is_hidden.numpy()
         member, position = is_hidden.nonzero()
-        row = np.array(group.members)[member]
+        row = np.array(view.rows)[member]
         scores = np.zeros(is_hidden.shape, np.float32)
         view.scores = torch.from_numpy(scores)
-        with blame([self.rows[i] for i in group.members]):
-            parts = [
-                sampler.score(logits.float())
-                for _, logits in self.iter_logits(features, row, position)
-            ]
-            if parts:
-                scores[is_hidden] = torch.cat(parts).cpu().numpy()
-            return self._call(group)
+        with blame([self.rows[i] for i in view.rows]):
+            parts = self.iter_logits(features, row, position)
+            own = [sampler.score(logits.float()) for _, logits in parts]
+            if own:
+                scores[is_hidden] = torch.cat(own).cpu().numpy()
+            return self._call(sampler, view)
 
     def iter_logits(
         self, features: Tensor | None, row: Positions, position: Positions

@@ -222,7 +222,7 @@ def test_samplers_are_told_apart_by_what_they_are():
     assert [together[row] for row in rows] == alone
     assert alone[0] == alone[2] != alone[1]
     running = RunningBatch(LEARNED, rows)
-    assert [group.members for group in running.move()[1]] == [[0, 2], [1]]
+    assert [view.rows for view in running.move()[1].values()] == [[0, 2], [1]]
 
 
 def test_rows_of_different_steps_and_bounds_share_a_call():

@@ -120,6 +120,7 @@ def test_our_entropy_rule_is_that_of_diffusers() -> None:
     accepted = theirs.step(logits, 0, torch.zeros(1000, 16, dtype=torch.int64)).accepted_index
     sampler, rows = entropy_bounded(0.5), torch.zeros(1000, dtype=torch.int64)
     view = View(
+        rows=list(range(1000)),
         step=rows,
         is_hidden=torch.ones_like(accepted),
         is_free=torch.ones_like(accepted),
