@@ -237,6 +237,10 @@ class CausalEvaluator(ModelEvaluator):
 
     def __init__(self, model: FeatureModel, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with no slots."""
         self.caches: list[SlotCache] = []
         self.slots: dict[Row, int] = {}
         self.read = np.zeros(0, np.int64)  # tokens read by slot
@@ -245,10 +249,7 @@ class CausalEvaluator(ModelEvaluator):
     def open(self) -> Self:
         """Return an evaluator with caches of its own."""
         opened = copy.copy(self)
-        opened.caches = []
-        opened.slots = {}
-        opened.read = np.zeros(0, np.int64)
-        opened.width = 0
+        opened._forget()
         return opened
 
     def features(
@@ -318,10 +319,9 @@ class CausalEvaluator(ModelEvaluator):
         row = np.zeros_like(self.read)  # by slot
         row[slots] = np.arange(len(slots))
         is_next = (counts == 1) & (self.read[slots] > 0)
-        end = 1 + slots[is_next].max(initial=-1)
-        size = self.fixed_batch or max(1, end)
+        size = self.fixed_batch or 1 + slots[is_next].max(initial=0)
         windows = []
-        for start in range(0, end, size):
+        for start in np.unique(slots[is_next] // size) * size:
             between = np.arange(start, start + size)
             windows.append(ReadWindow(between, row[between], np.ones_like(between)))
 
