@@ -311,10 +311,10 @@ class CausalEvaluator(ModelEvaluator):
         self.width = width
 
     def _choose_windows(self, slots: Positions, counts: Positions) -> list[ReadWindow]:
-        """Choose which slots are read together: those up to the last that lacks one token, and then prompts.
+        """Choose slots that are read together: up to the last that lacks one token, and then prompts.
 
-        In a fixed batch prompts are read alone, and the others in parts of its size: their shapes must not depend on
-        each other.
+        In a fixed batch prompts are read alone, and the others in parts of its size: their shapes
+        must not depend on each other.
         """
         row = np.zeros_like(self.read)  # by slot
         row[slots] = np.arange(len(slots))

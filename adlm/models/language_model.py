@@ -233,9 +233,8 @@ class LanguageModel(nn.Module):
         mask: Valid = None
         if cache is not None:
             if valid is not None:
-                raise ValueError(
-                    "`valid` and a cache were given: expected one of them, all cached tokens are valid"
-                )
+                problem = "`valid` and a cache were given: expected one of them"
+                raise ValueError(f"{problem}, all cached tokens are valid; leave `valid` out")
             window = cache[0].window
             assert window is not None, "a cache is used within a window"
             place, mask = window.position, window.mask

@@ -207,9 +207,9 @@ class SlotWindow(NamedTuple):
 
 
 class SlotCache:
-    """One causal layer's keys and values (slots, heads, length, head_dim), where rows have their own lengths.
+    """One causal layer's keys and values (slots, heads, length, head_dim).
 
-    What is written behind a row's end is overwritten before it is attended to.
+    Each row has its own length. What is written behind a row's end is overwritten before it is attended to.
     """
 
     def __init__(self, keys: Tensor) -> None:
