@@ -366,9 +366,16 @@ class OpenParameters(Parameters):
     __pydantic_extra__: "dict[str, Undeclared]"
 
 
-@cache
 def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settings]:
     """Return the settings that are a function's parameters, with their types and defaults."""
+    try:
+        hash(function)
+    except TypeError:  # a user's callable may have none: a dataclass, for example
+        return _derive_settings(function, *left_out)
+    return _derive_settings_once(function, *left_out)
+
+
+def _derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settings]:
     parameters = inspect.signature(function, eval_str=True).parameters
     base = OpenParameters if takes_any_option(parameters) else Parameters
     fields: dict[str, Any] = {}
@@ -379,6 +386,9 @@ def derive_settings(function: Callable[..., Any], *left_out: str) -> type[Settin
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (kind, default)
     return pydantic.create_model(base.__name__, __base__=base, **fields)
+
+
+_derive_settings_once = cache(_derive_settings)
 
 
 def make_optional(settings: type[Settings], names: Mapping[str, str]) -> dict[str, Any]:

@@ -246,7 +246,7 @@ SAMPLERS: Registry[Callable[..., Plan | Sampler]] = Registry(
 )
 
 
-BUILT_IN = frozenset(SAMPLERS.values())  # samplers of a user may change what they build
+BUILT_IN = tuple(SAMPLERS.values())  # samplers of a user may change what they build
 MAX_KEPT = 32  # samplers, for requests of equal options
 
 
@@ -289,12 +289,17 @@ def choose_sampler(
     if "steps" in derive_settings(factory).model_fields:
         steps = settings.steps
         if steps is None:
-            steps = hidden if factory in (confidence, margin) else DEFAULT_STEPS
+            steps = hidden if factory is confidence or factory is margin else DEFAULT_STEPS
         options = {"steps": steps, **options}
     elif settings.steps is not None:
         raise SettingsError({"steps": settings.steps}, f"{name} chooses its own; leave it out")
-    build_own = partial(build_once, factory) if factory in BUILT_IN else factory
+    build_own = partial(build_once, factory) if is_built_in(factory) else factory
     return build_own(**options), {"sampler": name, **options}
+
+
+def is_built_in(factory: Callable[..., Plan | Sampler]) -> bool:
+    """Return whether a sampler's function is one of this package; a user's may have no hash."""
+    return any(factory is known for known in BUILT_IN)
 
 
 def use_built(sampler: object, settings: SamplingSettings) -> tuple[Plan | Sampler, dict[str, Any]]:

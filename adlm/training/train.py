@@ -121,7 +121,9 @@ def corrupt_ahead(
 ) -> Iterator[tuple[int, Batch, list[NoisyBatch], float]]:
     """Yield each step, its batch, this batch corrupted in parts, and the seconds it was waited for.
 
-    The next batch is read, and in the background corrupted, while a step is computed.
+    The next batch is read, and in the background corrupted, while a step is computed. The seconds
+    are those of reading it and, in the background, those that its corruption takes longer than the
+    step before; elsewhere corruption is part of the step.
     """
     background = ThreadPoolExecutor(1)  # its thread ends with the generator
 
@@ -141,7 +143,10 @@ def corrupt_ahead(
     for step in steps:
         assert upcoming is not None
         batch, get_parts, stall = upcoming
+        began = time.perf_counter()
         parts = get_parts()  # first: reading may fork workers, and the thread must be idle then
+        if in_background:
+            stall += time.perf_counter() - began
         upcoming = start(step + 1) if step + 1 in steps else None
         yield step, batch, parts, stall
 
@@ -308,9 +313,6 @@ class Trainer:
                 if step % config.valid.every == 0 or is_last:
                     with self.logger.pause_timer():
                         self.validate(metrics)
-                if config.samples.every and (step % config.samples.every == 0 or is_last):
-                    with self.logger.pause_timer():
-                        self.write_samples(step)
 
                 is_stopping = bool(signals)
                 if self.context.world_size > 1:
@@ -319,6 +321,10 @@ class Trainer:
                 if step % config.checkpoint.every == 0 or is_last or is_stopping:
                     with self.logger.pause_timer():
                         self.save(metrics)
+                # After the checkpoint, which an error in a sampler must not cost.
+                if config.samples.every and (step % config.samples.every == 0 or is_last):
+                    with self.logger.pause_timer():
+                        self.write_samples(step)
                 if is_stopping and not is_last:
                     self.writer.wait()
                     raise explain_stop(step, signals, config.resume)

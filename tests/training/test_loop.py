@@ -1,5 +1,6 @@
 """The loop: the same seed gives the same run in any micro-batches; every method trains; divergence stops it."""
 
+import time
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,8 @@ from adlm.config import OptimizerSettings, ParallelSettings
 from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
-from adlm.diffusion.masking import ForwardProcess
-from adlm.diffusion.objectives import OBJECTIVES, Objective
+from adlm.diffusion.masking import ForwardProcess, NoisyBatch
+from adlm.diffusion.objectives import OBJECTIVES, MaskedDiffusion, Objective
 from adlm.distributed import DistributedContext
 from adlm.errors import Diverged
 from adlm.models.language_model import LanguageModel
@@ -25,7 +26,7 @@ from adlm.training.guard import GuardSettings, LossGuard, suggest_remedy
 from adlm.training.logging import LoggedRun, LogSettings, RunLogger, StepMetrics
 from adlm.training.optim import BatchedMuon, build_optimizers, get_lr_multiplier
 from adlm.training.state import start_state
-from adlm.training.train import train_steps
+from adlm.training.train import corrupt_ahead, train_steps
 from tests.training.runs import curve, data, run, tiny_config
 
 FAST = OptimizerSettings(lr=3e-3, betas=(0.9, 0.95))
@@ -177,6 +178,28 @@ def test_metrics_have_the_step_and_its_settings() -> None:
     assert [each.lr_multiplier for each in metrics] == [0.3, 0.4, 0.5, 0.6]
     assert all(each.stall >= 0 and len(each.batch.tokens) == 8 for each in metrics)
     assert float(metrics[0].values[3]) > 0
+
+
+def test_a_slow_corruption_is_a_stall_in_the_background_and_elsewhere_a_part_of_the_step() -> None:
+    class Slow(MaskedDiffusion):
+        def corrupt(self, batch: Batch, seed: int, step: int) -> NoisyBatch:
+            time.sleep(0.2)
+            return super().corrupt(batch, seed, step)
+
+    process = ForwardProcess(open_data(data()).mask_id)
+    for in_background in (True, False):
+        batches = iter(ShuffledBatches(rows(), batch=8, seed=3))
+        ahead = corrupt_ahead(
+            Slow(process),
+            batches,
+            range(1, 4),
+            seed=3,
+            micro_batch=None,
+            in_background=in_background,
+        )
+        stalls = [stall for *_, stall in ahead]
+        assert len(stalls) == 3
+        assert all((stall >= 0.15) == in_background for stall in stalls), stalls
 
 
 def test_the_anchor_term_is_optimized_and_not_reported() -> None:

@@ -9,9 +9,10 @@ import torch
 
 from adlm import devices
 from adlm.data.prepare import prepare
+from adlm.models.folder import find_latest_checkpoint
 from adlm.training import setup
 from adlm.training.train import train
-from tests.training.runs import TEXT, arguments, run, tiny_recipe
+from tests.training.runs import TEXT, arguments, assert_same, run, tiny_recipe
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
@@ -80,6 +81,8 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 USER_FILE = """
+from dataclasses import dataclass
+
 from adlm.diffusion.samplers import build_sampler
 from adlm.diffusion.sampling import Move, Sampler
 
@@ -106,6 +109,22 @@ def half(steps):
 class Whole(Sampler):
     def move(self, view):
         return Move(view.is_hidden)
+
+
+class Broken(Sampler):
+    def move(self, view):
+        raise RuntimeError("this sampler is broken")
+
+
+@dataclass
+class Remasking:
+    eta: float
+
+    def __call__(self, steps):
+        return build_sampler("remask_cap", steps=steps, eta=self.eta)
+
+
+without_a_hash = Remasking(0.5)
 """
 
 
@@ -127,6 +146,10 @@ def test_a_recipe_names_a_schedule_a_rule_and_a_sampler_of_a_users_file(
     assert done.step == 2 and list((done.folder / "samples").glob("*.txt"))
     run(tmp_path / "whole", "steps=2", "samples.sampler=users_parts:Whole", "samples.every=2")
     assert list((tmp_path / "whole" / "samples").glob("*.txt"))
+    sampler = "samples.sampler=users_parts:without_a_hash"
+    run(tmp_path / "unhashed", "steps=2", sampler, "samples.every=2")
+    (samples,) = (tmp_path / "unhashed" / "samples").glob("*.txt")
+    assert samples.read_text("utf-8")
     with pytest.raises(ValueError, match="unknown users_parts:Square option 'powr'"):
         run(
             tmp_path / "other",
@@ -135,3 +158,18 @@ def test_a_recipe_names_a_schedule_a_rule_and_a_sampler_of_a_users_file(
         )
     with pytest.raises(ValueError, match="users_parts has no 'Squared'"):
         run(tmp_path / "other", "objective.schedule=users_parts:Squared")
+
+
+def test_a_samplers_error_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    Path("users_broken.py").write_text(USER_FILE, "utf-8")
+    changes = ["steps=8", "checkpoint.every=4", "samples.every=4"]
+    with pytest.raises(RuntimeError, match="this sampler is broken"):
+        run(tmp_path / "run", *changes, "samples.sampler=users_broken:Broken")
+    latest = find_latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert latest is not None and latest.name == "step-00000004"
+
+    run(tmp_path / "run", *changes)
+    run(tmp_path / "whole", *changes)
+    assert_same(tmp_path / "run", tmp_path / "whole")
