@@ -21,9 +21,8 @@ def stratify_times(
     u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME
 ) -> Tensor:
     """Draw stratified (antithetic) times t_i = (u_i + i) / n mod 1, scaled to [eps, 1)."""
-    n = (
-        total or u.shape[0]
-    )  # `index` and `total`: places in a larger batch, which is split over processes
+    # `index` and `total`: places in a larger batch, which is split over processes.
+    n = total or u.shape[0]
     i = torch.arange(u.shape[0], device=u.device) if index is None else index
     return (1 - eps) * ((u / n + i / n) % 1) + eps
 
@@ -75,9 +74,8 @@ class NoisyBatch:
     tokens: Tensor  # (), float: how many tokens the mean is over; a loss of several means has as many counts
     valid: Any = None  # (B, L): what attention may read, or a tuple that the model takes instead; None is everything
     is_causal: bool = False  # for a causal model: xt is what comes before x0
-    density: Tensor | None = (
-        None  # (B,): of t, relative to uniform times; the weights are divided by it
-    )
+    # (B,): of t, relative to uniform times; the weights are divided by it.
+    density: Tensor | None = None
     anchor_weight: float | None = None  # gamma, in the loss of training; None: no anchor term
 
     def to(self, device: torch.device | str) -> Self:
@@ -88,9 +86,8 @@ class NoisyBatch:
                 return value.to(device)
             if isinstance(value, Selection):
                 return Selection(copy(value.index), copy(value.weight))
-            if isinstance(value, tuple) and hasattr(
-                value, "_fields"
-            ):  # of tensors; a plain one has numbers
+            # A named tuple is one of tensors; a plain one has numbers.
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
                 return type(value)(*map(copy, value))
             if not isinstance(value, Tensor):
                 return value
@@ -108,19 +105,16 @@ class ForwardProcess:
     schedule: NoiseSchedule = field(default_factory=LogLinear)
     anchor_rule: AnchorRule | None = None
     anchor_scope: str = "all"
-    attend_padding: bool = (
-        False  # the lineage's LM1B: padding is read, masked and counted for anchors like text
-    )
-    steps: int | None = (
-        None  # of discrete time (alpha must be 1 at time 0, or a reconstruction term is missing)
-    )
+    # The lineage's LM1B: padding is read, masked and counted for anchors like text.
+    attend_padding: bool = False
+    # Of discrete time (alpha must be 1 at time 0, or a reconstruction term is missing).
+    steps: int | None = None
     time_std: float | None = None  # of times around 1/2; None: uniform times
     multiple: int = 1  # what the sizes of selections are rounded up to: GPUs like round sizes
     anchor_weight: float = 3e-3  # the peak of gamma, the weight of the anchor term
     ramp_steps: int | None = None  # gamma is at most step / ramp_steps; None: always at its peak
-    arrange_valid: Callable[[Tensor], Any] | None = (
-        None  # what the network takes instead of `valid`
-    )
+    # Makes what the network takes instead of `valid`.
+    arrange_valid: Callable[[Tensor], Any] | None = None
 
     def __post_init__(self) -> None:
         check_known("anchor_scope", self.anchor_scope, ANCHOR_SCOPES)

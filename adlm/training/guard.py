@@ -36,7 +36,8 @@ class LossGuard:
     """Detects a loss that is not finite, or more than `spike` standard deviations above the recent ones."""
 
     def __init__(self, spike: float | None, window: int) -> None:
-        self.spike, self.recent = spike, deque[float](maxlen=window)
+        self.spike = spike
+        self.recent = deque[float](maxlen=window)
 
     def check(self, loss: float, gradient_norm: float, step: int, batch: Batch) -> None:
         """Raise Diverged if the loss or the gradient is not finite or the loss spiked; remember the loss otherwise."""
@@ -44,7 +45,8 @@ class LossGuard:
             if not math.isfinite(value):  # of the gradient: the updated weights must not be saved
                 raise Diverged(f"the {name} at step {step} is {value}", step, batch)
         if self.spike is not None and len(self.recent) == self.recent.maxlen:
-            mean, deviation = statistics.fmean(self.recent), statistics.pstdev(self.recent)
+            mean = statistics.fmean(self.recent)
+            deviation = statistics.pstdev(self.recent)
             if deviation > 0 and loss > mean + self.spike * deviation:
                 limit = f"guard.spike={self.spike:g} standard deviations ({deviation:.2g})"
                 above = f"more than {limit} above the mean of the last {len(self.recent)} steps ({mean:.4g})"
@@ -83,7 +85,8 @@ def suggest_remedy(error: Diverged, latest: Path, saved_step: int) -> str:
 
 def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:
     """Write the batch at which a run diverged to the run's folder."""
-    path, batch = folder / "failures" / f"step-{error.step:08d}-process-{rank}", error.batch
+    batch = error.batch
+    path = folder / "failures" / f"step-{error.step:08d}-process-{rank}"
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: getattr(batch, name) for name in ("tokens", "number", "place", "lengths")}
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}

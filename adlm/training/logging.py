@@ -78,7 +78,7 @@ class StepMetrics:
     lr_multiplier: float  # of the peak learning rates
     anchor_weight: float
     batch: Batch
-    stall: float  # seconds spent waiting for the dataloader
+    stall: float  # seconds spent waiting for its batch, read and corrupted
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -278,11 +278,15 @@ class RunLogger:
             name: sum(column) / len(column)
             for name, column in zip(STEP_METRICS, columns, strict=True)
         }
-        now, stall = time.perf_counter(), self.stall
-        self.values, self.stall = [], 0.0
+        now = time.perf_counter()
         seconds = max(now - self.last_log - self.paused, 1e-9)
         speed = (metrics.step - self.last_step) * self.run.tokens_per_step / seconds
-        self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
+        stall = self.stall / seconds
+        self.values = []
+        self.stall = 0.0
+        self.paused = 0.0
+        self.last_log = now
+        self.last_step = metrics.step
         peak = self.peak_flops
         mfu = None
         if peak is not None and self.run.flops_per_token is not None:
@@ -298,7 +302,7 @@ class RunLogger:
                 "seconds": self.seconds,
                 "tokens_per_second": speed,
                 "mfu": mfu,
-                "stall": stall / seconds,
+                "stall": stall,
             },
         }
         self.log(record)

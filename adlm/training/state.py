@@ -40,16 +40,11 @@ from adlm.models.folder import (
 from adlm.settings import Settings, Stored
 
 RUN_FORMAT = 2  # of state.json and training/
-DISK_FULL = (
-    "No space left",
-    "file write failed",
-    "os error 28",
-    "os error 27",
-)  # other libraries' ENOSPC and EFBIG
+# How other libraries say ENOSPC and EFBIG.
+DISK_FULL = ("No space left", "file write failed", "os error 28", "os error 27")
 
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled"
-)  # true of every run of one process
+# True of every run of one process.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class CheckpointSettings(Settings):
