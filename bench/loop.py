@@ -14,6 +14,7 @@ from adlm.data.shards import open_data
 from adlm.data.sources import load_excerpt
 from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel
+from adlm.models.network import compile_network
 from adlm.training.logging import read_metrics
 from adlm.training.text import build_model_config
 from adlm.training.train import train
@@ -36,7 +37,7 @@ def time_bare_steps(
     is_cuda = device.startswith("cuda")
     model = LanguageModel(build_model_config(config, opened)).to(device).train()
     if is_cuda:
-        model.compile_layers()
+        compile_network(model)
     x0 = opened.rows("train").fetch(range(config.batch))[0]
     gamma = torch.tensor(GAMMA, device=device)
     assert opened.mask_id is not None

@@ -14,6 +14,7 @@ from adlm.diffusion.plans import Plan, remask_loop
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.sampling import Change, Row, RunningBatch
 from adlm.models.evaluator import build_evaluator
+from adlm.models.network import compile_network
 from bench import setting
 from bench.plain import plain_step
 
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
     fast = build_evaluator(model, device, is_compiled=is_cuda)
     model = model.to(device, torch.bfloat16 if is_cuda else torch.float32)
     if is_cuda:
-        model.compile_layers()
+        compile_network(model)
     length = model.config.length
     plan = remask_loop(1024)
     transition = plan[len(plan) // 2]

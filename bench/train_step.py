@@ -15,6 +15,7 @@ from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight
 from adlm.models.language_model import LanguageModel
+from adlm.models.network import compile_network
 from adlm.training.ema import EMA
 from adlm.training.optim import build_optimizers, step_optimizers
 from bench import setting
@@ -80,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
     for name in ("ours",) if args.no_plain else ("plain", "ours"):
         model = setting.build_model(size, args.bridge, dropout=0.1).to(device).train()
         if is_cuda:
-            model.compile_layers()
+            compile_network(model)
         x0 = setting.draw_zipf_tokens(batch_size, model.config.length, seed=1)
 
         def plain(batch: NoisyBatch, model: LanguageModel = model) -> Tensor:

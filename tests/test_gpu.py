@@ -122,7 +122,7 @@ def test_half_precision_training_agrees_with_float32(bridge):
     loss.total.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    model.cuda().compile_layers()
+    compile_network(model.cuda())
     with torch.autocast("cuda", torch.bfloat16):
         gpu_loss = training_loss(model, batch.to("cuda"), anchor_weight=0.5)
     gpu_loss.total.backward()
@@ -150,7 +150,7 @@ def test_rows_without_padding_have_the_losses_and_gradients_of_padded_ones(metho
         for name, parameter in model.named_parameters():
             if "modulation" in name or name.endswith("head.weight"):
                 parameter.normal_(std=0.05, generator=rng)
-    model.cuda().compile_layers()
+    compile_network(model.cuda())
     lengths, number = torch.randint(1, 257, (64,), generator=rng), torch.arange(64)
     process = ForwardProcess(
         MASK, anchor_rule=rare_in_sequence(5) if model.anchor else None, multiple=64
@@ -199,7 +199,7 @@ def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length
                     parameter.normal_(std=0.2 if "modulation" in name else dim**-0.5, generator=rng)
         model.cuda()
         if is_compiled:
-            model.compile_layers()
+            compile_network(model)
         x0 = torch.randint(511, (rows, length), generator=rng)
         batch = corrupt(x0, ForwardProcess(511, multiple=64), CounterRng.from_seed(0, rows), 0).to(
             "cuda"

@@ -109,10 +109,10 @@ class Loss(NamedTuple):
     row_nll: Tensor  # (B,), detached: each row's share of nll, summed over its tokens
     row_anchor: Tensor  # (B,), likewise of the anchor term
 
-    def check(self, rows: Tensor | None = None) -> Self:
+    def check(self) -> Self:
         """Raise if the loss is not finite, which waits for the device."""
         if not bool(torch.isfinite(self.total)):
-            raise FloatingPointError(self.explain(rows))
+            raise FloatingPointError(self.explain())
         return self
 
     def explain(self, rows: Tensor | None = None) -> str:

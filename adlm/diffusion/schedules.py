@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from adlm.registry import Registry, build
+from adlm.registry import Registry
 
 
 class NoiseSchedule(Protocol):
@@ -97,11 +97,6 @@ SCHEDULES: Registry[Callable[..., NoiseSchedule]] = Registry(
         "geometric": Geometric,
     },
 )
-
-
-def build_schedule(name: str, **options: Any) -> NoiseSchedule:
-    """Build a noise schedule by name."""
-    return build(SCHEDULES, name, options)
 
 
 def missing_share(schedule: NoiseSchedule) -> float:

@@ -300,13 +300,6 @@ class LanguageModel(nn.Module):
         layers = config.anchor_layers + config.denoiser_layers
         return [SlotCache(weight.new_zeros(shape)) for _ in range(layers)]
 
-    def compile_layers(self) -> LanguageModel:
-        """Compile each layer in place (they share one graph); embedding, bridge and heads stay eager."""
-        for module in self.modules():
-            if isinstance(module, Layer):
-                module.compile(dynamic=False, options=INDUCTOR_OPTIONS)
-        return self
-
     def fold(self) -> LanguageModel:
         """Return the inference form: bridge product and constant modulations in the matrices, equal up to rounding."""
         return fold_model(self)

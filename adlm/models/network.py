@@ -80,17 +80,6 @@ def choose_network(name: str, given: GivenNetwork | None = None) -> NetworkClass
     return NETWORKS.resolve(given, allow_import=True) if isinstance(given, str) else given
 
 
-def name_network(network: NetworkClass | nn.Module | str) -> str:
-    """Return the name of a network in config.json."""
-    if isinstance(network, str):
-        return network
-    for name, known in NETWORKS.items():
-        if network is known or (isinstance(known, type) and isinstance(network, known)):
-            return name
-    kind: Any = type(network) if isinstance(network, nn.Module) else network
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
 def read_network_config(network: NetworkClass | nn.Module, settings: Mapping[str, Any]) -> Any:
     """Make a network's config of the settings in config.json."""
     kind: Any = getattr(network, "config_class", NetworkConfig)

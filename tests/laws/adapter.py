@@ -32,11 +32,12 @@ from adlm.diffusion.rng import philox
 from adlm.diffusion.samplers import SAMPLERS, LeftToRight, RemaskByConfidence, build_sampler
 from adlm.diffusion.sampling import Row, sample, sample_together
 from adlm.diffusion.sampling import RunningBatch as Batching
-from adlm.diffusion.schedules import build_schedule
+from adlm.diffusion.schedules import SCHEDULES
 from adlm.likelihood import NllEstimate, estimate_nll
 from adlm.models import evaluator
 from adlm.models.folder import LoadedModel
 from adlm.models.methods import METHODS, build_config
+from adlm.registry import build
 from adlm.text.generation import TextRow
 from adlm.text.templates import classify_tokens
 
@@ -334,7 +335,7 @@ class Batch:
 
 def make_schedule(name: str, **options: Any) -> Schedule:
     """Make a noise schedule by name."""
-    own = build_schedule(name, **options)
+    own = build(SCHEDULES, name, options)
     return Schedule(
         own.alpha,
         own.dalpha,
@@ -390,7 +391,7 @@ def corrupt_rows(
     """Run the forward process on rows, whose noise follows from (seed, row, step)."""
     process = ForwardProcess(
         mask_id,
-        schedule=build_schedule(schedule, **(schedule_options or {})),
+        schedule=build(SCHEDULES, schedule, schedule_options or {}),
         steps=steps,
         time_std=time_std,
         attend_padding=attend_padding,

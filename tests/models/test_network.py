@@ -26,7 +26,6 @@ from adlm.models.network import (
     find_tied,
     fold_network,
     list_layers,
-    name_network,
 )
 from adlm.text.lm import load_models
 from tests.cli.terminal import invoke
@@ -49,12 +48,14 @@ def wrap(model: Any) -> LM:
     words = tokenizer("bytes")
     is_causal = model.config.is_causal
     assert words.mask_id == MASK or is_causal
+    kind = type(model)
+    name = f"{kind.__module__}:{kind.__qualname__}"
     loaded = LoadedModel(
         model,
         words,
-        name_network(model),
+        name,
         0,
-        network=name_network(model),
+        network=name,
         objective_name="causal" if is_causal else "masked",
     )
     return LM(loaded, "own", device="cpu")
