@@ -40,17 +40,14 @@ from adlm.settings import Settings
 LATEST, BEST = "latest", "best"  # links to checkpoints of a run
 MODEL_FORMAT = 1  # of config.json and model.safetensors
 WRAPPED, DOCUMENTS = "wrapped", "documents"
-MODEL_FILES = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    *CONFIG_FILES,
-)  # that are loaded
-EXPORTED_WEIGHTS, EXPORTED_PREFIX = (
-    "model/model.safetensors",
-    "model.",
-)  # of a folder that `adlm export` wrote
-FLOAT_DTYPES = ("F32", "F16", "BF16")  # of stored tensors; matrices may also be int8
+REQUIRED_FILES = ("config.json", "model.safetensors")
+MODEL_FILES = (*REQUIRED_FILES, "tokenizer.json", *CONFIG_FILES)  # that are loaded
+# Of a folder that `adlm export` wrote.
+EXPORTED_WEIGHTS = "model/model.safetensors"
+EXPORTED_PREFIX = "model."
+# Of stored tensors; matrices may also be int8.
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+INT8 = "I8"
 SCALE = ".scale"  # of an int8 matrix
 INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
@@ -252,9 +249,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def find_weights_file(folder: Path) -> Path:
     """Return the file of a model folder's weights."""
-    return folder / (
-        EXPORTED_WEIGHTS if (folder / EXPORTED_WEIGHTS).is_file() else "model.safetensors"
-    )
+    exported = folder / EXPORTED_WEIGHTS
+    return exported if exported.is_file() else folder / "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -283,55 +279,104 @@ def read_header(folder: Path) -> dict[str, StoredTensor]:
 def count_stored_parameters(folder: Path) -> int:
     """Count the parameters of a model by its weights file, without building the network."""
     header = read_header(folder)
-    quantized = {name + SCALE for name, each in header.items() if each.dtype == "I8"}
+    quantized = {name + SCALE for name, each in header.items() if each.dtype == INT8}
     return sum(math.prod(each.shape) for name, each in header.items() if name not in quantized)
 
 
-def check_stored_tensors(folder: Path, model: FeatureModel) -> None:
-    """Raise ValueError unless the header of model.safetensors has the model's tensors, in float (matrices: or int8)."""
-    header = read_header(folder)
-    stored = {name: each.shape for name, each in header.items()}
-    dtypes = {name: each.dtype for name, each in header.items()}
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """What a model can load a tensor from."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] | None  # None: any
+
+    def fits(self, stored: StoredTensor | None) -> bool:
+        """Return whether a tensor of the header is this one."""
+        if stored is None or stored.shape != self.shape:
+            return False
+        return self.dtypes is None or stored.dtype in self.dtypes
+
+
+def list_expected(
+    model: FeatureModel, header: Mapping[str, StoredTensor]
+) -> dict[str, ExpectedTensor]:
+    """Return what a model is loaded from: floats and, for what the header has as int8, its scales."""
     assert isinstance(model, nn.Module)
-    tensors = model.state_dict()
-    whole = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
-    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in find_tied(model):
-        if name not in stored:
-            del expected[name]
-    quantized = {
-        name for name, shape in expected.items() if len(shape) == 2 and dtypes.get(name) == "I8"
-    }
-    expected |= {name + SCALE: expected[name][:1] for name in sorted(quantized)}
-    for name in expected | stored:
-        if stored.get(name) != expected.get(name) or (
-            name not in quantized | whole and dtypes[name] not in FLOAT_DTYPES
-        ):
-            actual = f"{dtypes[name]} {stored[name]}" if name in stored else "missing"
-            expectation = f"float {expected[name]}" if name in expected else "no such tensor"
-            problem = f"config.json does not fit model.safetensors: {name:.80} is {actual}, expected {expectation}"
-            raise ValueError(f"{folder}/{problem}: {COPY_AGAIN}, or update adlm")
+    tied = find_tied(model)
+    expected: dict[str, ExpectedTensor] = {}
+    quantized: list[str] = []
+    for name, tensor in model.state_dict().items():
+        shape = tuple(tensor.shape)
+        stored = header.get(name)
+        if stored is None and name in tied:
+            continue
+        if stored is not None and stored.dtype == INT8 and len(shape) == 2:
+            expected[name] = ExpectedTensor(shape, (INT8,))
+            quantized.append(name)
+        elif tensor.is_floating_point():
+            expected[name] = ExpectedTensor(shape, FLOAT_DTYPES)
+        else:
+            expected[name] = ExpectedTensor(shape, None)
+    for name in sorted(quantized):
+        expected[name + SCALE] = ExpectedTensor(expected[name].shape[:1], FLOAT_DTYPES)
+    return expected
+
+
+def check_stored_tensors(folder: Path, model: FeatureModel) -> None:
+    """Raise ValueError unless the header of model.safetensors has the tensors that the model expects."""
+    header = read_header(folder)
+    expected = list_expected(model, header)
+    for name in [*expected, *header]:
+        stored = header.get(name)
+        spec = expected.get(name)
+        if spec is not None and spec.fits(stored):
+            continue
+        actual = "missing" if stored is None else f"{stored.dtype} {stored.shape}"
+        expectation = "no such tensor" if spec is None else f"float {spec.shape}"
+        raise ValueError(
+            f"{folder}/config.json does not fit model.safetensors: {name:.80} is {actual}, "
+            f"expected {expectation}: {COPY_AGAIN}, or update adlm"
+        )
+
+
+def list_loaded_files(folder: Path) -> set[str]:
+    """Return the names of the files that a model is loaded from."""
+    optional = {name for name in MODEL_FILES if (folder / name).exists()}
+    return {*REQUIRED_FILES, *optional}
+
+
+def list_training_files(folder: Path) -> set[str]:
+    """Return the names of the files that a run resumes from, besides those of its model."""
+    shards = {str(path.relative_to(folder)) for path in (folder / "training").glob("*")}
+    return {"state.json", *shards}
 
 
 def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
-    """Return how a checkpoint, or its files for inference, differs from its checksums.json; nothing if it does not."""
+    """Return how a checkpoint differs from its checksums.json; nothing if it does not.
+
+    A model that `is_loaded` for inference needs no more than its own files.
+    """
     try:
-        expected = read_json(folder / "checksums.json")
+        checksums = read_json(folder / "checksums.json")
     except (ValueError, OSError) as error:
         return f"checksums.json cannot be read ({error})"
-    listed = set(expected) if isinstance(expected, dict) else set()
-    required = {*MODEL_FILES[:2], *(name for name in MODEL_FILES if (folder / name).exists())}
+    if not isinstance(checksums, dict):
+        checksums = {}
+
+    required = list_loaded_files(folder)
     if not is_loaded:
-        required |= {
-            "state.json",
-            *(str(path.relative_to(folder)) for path in (folder / "training").glob("*")),
-        }
-    if missing := sorted(required - listed):
+        required |= list_training_files(folder)
+    missing = sorted(required - set(checksums))
+    if missing:
         return f"checksums.json does not list {missing[0]}"
-    for name in sorted(listed.intersection(MODEL_FILES) if is_loaded else listed):
+
+    compared = set(checksums)
+    if is_loaded:
+        compared &= set(MODEL_FILES)
+    for name in sorted(compared):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             return f"checksums.json lists {name!r:.80}, which is outside the folder"
-        if not (folder / name).is_file() or hash_file(folder / name) != expected[name]:
+        if not (folder / name).is_file() or hash_file(folder / name) != checksums[name]:
             return f"{name} is missing or was changed (or checksums.json was)"
     return ""
 
