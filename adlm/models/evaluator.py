@@ -17,9 +17,8 @@ from adlm.models.network import fold_network
 from adlm.models.transformer import SlotCache, SlotWindow
 
 ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
-HEAD_ROWS = (
-    64  # positions on a GPU are padded to a multiple of it, so that few shapes of logits exist
-)
+# Positions on a GPU are padded to a multiple of it, so that few shapes of logits exist.
+HEAD_ROWS = 64
 MAX_LOGIT_ROWS = {"cuda": 4096, "cpu": 256, "mps": 256}
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8)  # numbers of rows; above, four between a power of two and the next
 LENGTH_BUCKET = 64  # lengths on a GPU are multiples of it, up to the model's

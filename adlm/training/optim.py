@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
@@ -78,46 +78,71 @@ class BatchedMuon(Muon):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            lr, momentum, beta2 = group["lr"], group["momentum"], group.get("beta2")
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
-                if p.grad is not None:
-                    by_shape.setdefault(p.shape, []).append(p)
-                    self.state[p] = self.state[p] or new_muon_state(p, beta2)
-            for (rows, columns), params in by_shape.items():
-                grads, states = (
-                    [cast(Tensor, p.grad) for p in params],
-                    [self.state[p] for p in params],
-                )
-                buffers = [state["momentum_buffer"] for state in states]
-                torch._foreach_lerp_(buffers, grads, 1 - momentum)
-                updates = torch.stack(
-                    torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-                )
-                rows = columns if group.get("split_qkv") and rows == 3 * columns else rows
-                settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-                updates = (
-                    orthogonalize(updates.view(-1, rows, columns), *settings)
-                    .reshape(updates.shape)
-                    .float()
-                )
-                if beta2 is not None:
-                    squares = [state["row_square"] for state in states]
-                    torch._foreach_lerp_(
-                        squares, list(updates.square().mean(-1, keepdim=True)), 1 - beta2
-                    )
-                    norm = updates.norm(dim=(1, 2), keepdim=True)
-                    updates = updates / (torch.stack(squares).sqrt() + group["eps"])
-                    updates *= norm / updates.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
-                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-                scale = lr * math.sqrt(max(1, rows / columns))
-                torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-scale)
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p] = new_muon_state(p, group.get("beta2"))
+                by_shape.setdefault(p.shape, []).append(p)
+            for params in by_shape.values():
+                self._update(params, group)
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the matrices of one shape."""
+        lr = group["lr"]
+        rows, columns = params[0].shape
+        if group.get("split_qkv") and rows == 3 * columns:
+            rows = columns
+        states = [self.state[p] for p in params]
+
+        updates = self._average_gradients(params, states, group)
+        matrices = orthogonalize(
+            updates.view(-1, rows, columns),
+            group["ns_coefficients"],
+            group["ns_steps"],
+            group["eps"],
+        )
+        updates = matrices.reshape(updates.shape).float()
+        if group.get("beta2") is not None:
+            updates = self._normalize_rows(updates, states, group)
+
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        scale = lr * math.sqrt(max(1, rows / columns))
+        torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-scale)
+
+    @staticmethod
+    def _average_gradients(
+        params: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]
+    ) -> Tensor:
+        """Add the gradients to their moving averages (momentum), and return these as one batch."""
+        grads = [cast(Tensor, p.grad) for p in params]
+        buffers = [state["momentum_buffer"] for state in states]
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        if not group["nesterov"]:
+            return torch.stack(buffers)
+        return torch.stack(torch._foreach_lerp(grads, buffers, group["momentum"]))
+
+    @staticmethod
+    def _normalize_rows(
+        updates: Tensor, states: list[dict[str, Tensor]], group: dict[str, Any]
+    ) -> Tensor:
+        """Divide the rows by the roots of their mean squares, at the same norm of each matrix."""
+        squares = [state["row_square"] for state in states]
+        means = list(updates.square().mean(-1, keepdim=True))
+        torch._foreach_lerp_(squares, means, 1 - group["beta2"])
+        norm = updates.norm(dim=(1, 2), keepdim=True)
+        updates = updates / (torch.stack(squares).sqrt() + group["eps"])
+        updates *= norm / updates.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
+        return updates
 
 
 def new_muon_state(p: Tensor, beta2: float | None) -> dict[str, Tensor]:
     """Return the state of a matrix before its first step."""
     state = {"momentum_buffer": torch.zeros_like(p)}
-    return state if beta2 is None else state | {"row_square": torch.zeros_like(p[:, :1])}
+    if beta2 is not None:
+        state["row_square"] = torch.zeros_like(p[:, :1])
+    return state
 
 
 def orthogonalize(
