@@ -111,9 +111,9 @@ class Whole(Sampler):
         return Move(view.is_hidden)
 
 
-class Broken(Sampler):
+class Stuck(Sampler):
     def move(self, view):
-        raise RuntimeError("this sampler is broken")
+        raise RuntimeError("this sampler is stuck")
 
 
 @dataclass
@@ -163,10 +163,10 @@ def test_a_recipe_names_a_schedule_a_rule_and_a_sampler_of_a_users_file(
 def test_a_samplers_error_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
-    Path("users_broken.py").write_text(USER_FILE, "utf-8")
+    Path("users_stuck_sampler.py").write_text(USER_FILE, "utf-8")
     changes = ["steps=8", "checkpoint.every=4", "samples.every=4"]
-    with pytest.raises(RuntimeError, match="this sampler is broken"):
-        run(tmp_path / "run", *changes, "samples.sampler=users_broken:Broken")
+    with pytest.raises(RuntimeError, match="this sampler is stuck"):
+        run(tmp_path / "run", *changes, "samples.sampler=users_stuck_sampler:Stuck")
     latest = find_latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert latest is not None and latest.name == "step-00000004"
 
