@@ -13,7 +13,13 @@ from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import OBJECTIVES, ScoreEntropy, training_loss
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.samplers import SAMPLERS, build_sampler, choose_sampler, takes_steps
+from adlm.diffusion.samplers import (
+    SAMPLERS,
+    RemaskByConfidence,
+    build_sampler,
+    choose_sampler,
+    takes_steps,
+)
 from adlm.diffusion.sampling import Sampler
 from adlm.diffusion.schedules import SCHEDULES
 from adlm.models.language_model import LanguageModel
@@ -277,12 +283,30 @@ def test_a_registered_name_is_known_like_the_others() -> None:
         registry.register("round", 2)
 
 
+@pytest.mark.parametrize("name", ["remask_cap", "remask_conf"])
+def test_a_change_of_a_built_plan_changes_no_other_request(name: str) -> None:
+    settings = SamplingSettings(sampler=name, steps=8)
+    expected = build_sampler(name, steps=8)
+    for _ in range(2):
+        sampler, _ = choose_sampler(settings, hidden=4)
+        assert sampler == expected and hash(sampler) == hash(expected)
+        plan = sampler.plan if isinstance(sampler, RemaskByConfidence) else sampler
+        table = expected.plan if isinstance(expected, RemaskByConfidence) else expected
+        assert isinstance(plan, Plan) and isinstance(table, Plan)
+        for column in ("t", "alpha_t", "alpha_s", "remask_prob", "noise_level", "reveal_prob"):
+            values = getattr(plan, column)
+            assert torch.equal(values, getattr(table, column))
+            values.zero_()
+        plan.table.zero_()
+
+
 def test_a_sampler_is_built_once_for_equal_requests() -> None:
     settings = SamplingSettings(sampler="remask_cap", steps=8, options={"eta": 0.1})
     plan, _ = choose_sampler(settings, hidden=4)
-    assert choose_sampler(settings.replace(seed=1), hidden=5)[0] is plan
+    assert choose_sampler(settings.replace(seed=1), hidden=5)[0] == plan
+    assert len({plan, choose_sampler(settings, hidden=4)[0]}) == 1
     for changes in ({"steps": 9}, {"options": {"eta": 0.2}}, {"sampler": "remask_rescale"}):
-        assert choose_sampler(settings.replace(**changes), hidden=4)[0] is not plan
+        assert choose_sampler(settings.replace(**changes), hidden=4)[0] != plan
 
     def make_own(steps: int) -> Plan | Sampler:
         return build_sampler("ancestral", steps=steps)

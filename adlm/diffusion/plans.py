@@ -5,10 +5,11 @@ a visible token is hidden again with probability sigma_t (`sampling.list_changes
 transitions: it can be printed, plotted and tested before any network runs.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from adlm.settings import BuiltSampler
 EPS = 1e-3  # of the training schedule alpha = 1 - (1 - EPS) t
 LINEAGE_END = 1e-5  # where the time grid of MDLM and ReMDM ends
 MAX_STEPS = 65_536
+DERIVED = ("table", "reveal_prob", "hides_until", "_content")  # what a plan keeps of its columns
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ class Plan(BuiltSampler):
 
     def __hash__(self) -> int:
         return hash(self._content)
+
+    def copy(self) -> Self:
+        """Return an equal plan whose tensors are its own; what follows from them is computed once."""
+        for name in DERIVED:
+            getattr(self, name)
+        copied = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                vars(copied)[name] = value.clone()
+        return copied
 
     @cached_property
     def table(self) -> Tensor:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -168,6 +168,13 @@ class RemaskByConfidence(Sampler):
     def __str__(self) -> str:
         return str(self.plan)
 
+    def __repr__(self) -> str:
+        return f"RemaskByConfidence({self.plan.name}, {len(self)} steps)"
+
+    def copy(self) -> Self:
+        """Return an equal sampler whose plan is its own."""
+        return type(self)(self.plan.copy())
+
     def move(self, view: View) -> Move:
         assert view.last_prob is not None
         transition = self.plan[view.step[:, None]]
@@ -328,9 +335,15 @@ def read_options(
     return {option: getattr(checked, option) for option in options}
 
 
-@lru_cache(maxsize=MAX_KEPT, typed=True)
 def build_once(factory: Callable[..., Plan | Sampler], **options: Any) -> Plan | Sampler:
-    """Build a sampler, or take the one that was built of equal options."""
+    """Build a sampler, or copy the one that was built of equal options: tensors can be changed."""
+    kept = build_kept(factory, **options)
+    return kept.copy() if isinstance(kept, Plan | RemaskByConfidence) else kept
+
+
+@lru_cache(maxsize=MAX_KEPT, typed=True)
+def build_kept(factory: Callable[..., Plan | Sampler], **options: Any) -> Plan | Sampler:
+    """Build a sampler that nobody else holds."""
     return factory(**options)
 
 
