@@ -103,7 +103,7 @@ class Move:
     """What a sampler changes in its n rows."""
 
     reveal: Tensor  # (n, L)
-    hide: Tensor | None = None  # (n, L)
+    hide: Tensor | None = None  # (n, L): free positions that are visible
     noise_level: Tensor | None = None  # (n,), for the network; None, or with a score: the view's
     is_last: Tensor | None = None  # (n,): ends the block; None: it ends when nothing is hidden
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # new values
@@ -163,7 +163,7 @@ class Row:
 
     tokens: Tensor  # (L,), the mask where it is hidden
     sampler: Plan | Sampler
-    is_fixed: Tensor | None = None  # (L,): never changes; None: what is not the mask
+    is_fixed: Tensor | None = None  # (L,) bool: never changes; None: what is not the mask
     seed: int = 0
     number: int = 0  # its random numbers are those of (seed, number)
     block: int | None = None  # positions of a block; None: one block
@@ -191,6 +191,7 @@ class Row:
             )
         if self.block is not None and self.block < 1:
             raise ValueError(f"block must be at least 1 position, got {self.block}")
+        check_row_tensors(self)
         check_seed(self.seed)
         check_row(self.number)
 
@@ -505,24 +506,35 @@ class RunningBatch(Generic[R]):
             return
         mask_id = self.evaluator.mask_id
         lengths = check_lengths(added, self.evaluator.max_length)
+        if mask_id is None:
+            refuse_plans(added)
         tokens = pad_sequence([row.tokens.to("cpu", torch.int64) for row in added], True)
         is_fixed = pad_sequence([find_fixed(row, mask_id) for row in added], True, True).numpy()
         is_text = np.arange(tokens.shape[1]) < lengths[:, None]
         is_hidden = ~is_fixed if mask_id is None else (tokens == mask_id).numpy() & is_text
         check_hidden(added, is_hidden, is_fixed)
         block_at = number_blocks(added, is_fixed)
-        kinds = [torch.zeros_like(x.tokens) if x.kinds is None else x.kinds for x in added]
+        own_kinds = [torch.zeros_like(x.tokens) if x.kinds is None else x.kinds for x in added]
+        kinds: Positions = pad_sequence([x.to("cpu", torch.int64) for x in own_kinds], True).numpy()
         slots = [Slot(row) for row in added]
         enter_blocks(slots, is_hidden, block_at)
 
+        # Nothing is assigned before all of this has succeeded: a join that fails changes nothing.
+        all_tokens = append(self.tokens, tokens)
+        all_hidden = append_array(self.is_hidden, is_hidden)
+        all_kinds = append_array(self.kinds, kinds)
+        all_blocks = append_array(self.block_at, block_at, FIXED)
+        all_probs = append_array(self.last_prob, np.zeros(is_hidden.shape))
+        all_lengths = np.concatenate([self.lengths, lengths])
+
         self.rows = [*self.rows, *added]
         self.slots = [*self.slots, *slots]
-        self.tokens = append(self.tokens, tokens)
-        self.is_hidden = append_array(self.is_hidden, is_hidden)
-        self.kinds = append_array(self.kinds, pad_sequence(kinds, True).numpy())
-        self.block_at = append_array(self.block_at, block_at, FIXED)
-        self.last_prob = append_array(self.last_prob, np.zeros(is_hidden.shape))
-        self.lengths = np.concatenate([self.lengths, lengths])
+        self.tokens = all_tokens
+        self.is_hidden = all_hidden
+        self.kinds = all_kinds
+        self.block_at = all_blocks
+        self.last_prob = all_probs
+        self.lengths = all_lengths
 
     def leave(self, rows: Iterable[R]) -> None:
         """Remove rows."""
@@ -613,6 +625,8 @@ class RunningBatch(Generic[R]):
         """Call a sampler and return the changes of its rows."""
         move = sampler.move(view)
         check_move(sampler, view, move)
+        if self.evaluator.mask_id is None:
+            check_causal_move(sampler, view, move)
         count = len(view.rows)
         level = view.noise_level if move.noise_level is None else move.noise_level
         levels = level.tolist()
@@ -749,7 +763,7 @@ class RunningBatch(Generic[R]):
         parts = self.iter_logits(features, np.full(len(hidden), i), hidden)
         logits = torch.cat([part for _, part in parts])
         with blame([row]):
-            return row.draw(
+            drawn = row.draw(
                 tokens=self.tokens[i, : len(row.tokens)],
                 hidden=self._send(hidden),
                 logits=logits,
@@ -757,6 +771,7 @@ class RunningBatch(Generic[R]):
                 u=u,
                 sampling=self.slots[i].sampling,
             )
+            return check_drawn(drawn, len(reveal), self.tokens)
 
     def _record_logprobs(
         self, logits: Tensor, tokens: Tensor, row: Positions, position: Positions
@@ -903,6 +918,44 @@ def fill_rows(
 # What comes from outside.
 
 
+def describe(value: object) -> str:
+    """Describe a value that should be a tensor of another kind."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)} on {value.device.type}"
+    return f"{value!r:.80}"
+
+
+def check_row_tensors(row: Row) -> None:
+    """Raise for tensors of a row that are not those of one text."""
+    tokens = row.tokens
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or not len(tokens):
+        raise ValueError(
+            f"tokens of a row are {describe(tokens)}, expected a tensor (L,) of at least 1 token: "
+            "make a row of each text that is not empty"
+        )
+    fixed = row.is_fixed
+    if fixed is not None and not is_tensor(fixed, tokens.shape, is_flags=True):
+        raise ValueError(
+            f"is_fixed is {describe(fixed)}, expected torch.bool of shape {tuple(tokens.shape)}: "
+            "give a flag for each token"
+        )
+    kinds = row.kinds
+    if kinds is None:
+        return
+    if not is_tensor(kinds, tokens.shape, is_flags=False) or kinds.is_floating_point():
+        raise ValueError(
+            f"kinds are {describe(kinds)}, expected integers of shape {tuple(tokens.shape)}: "
+            "give a kind for each token"
+        )
+
+
+def is_tensor(value: object, shape: Sequence[int], *, is_flags: bool) -> bool:
+    """Return whether a value is a tensor of this shape, of flags or of real numbers."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        return False
+    return value.dtype == torch.bool if is_flags else not value.is_complex()
+
+
 def check_lengths(rows: Sequence[Row], limit: int) -> Positions:
     """Return the rows' numbers of tokens, at most `limit`."""
     lengths = np.array([len(row.tokens) for row in rows])
@@ -921,7 +974,7 @@ def find_fixed(row: Row, mask_id: int | None) -> Tensor:
         raise ValueError(
             "is_fixed is None: a causal model has no mask token, so say which tokens are given"
         )
-    if len(row.is_fixed) and not bool(row.is_fixed[0]):
+    if not bool(row.is_fixed[0]):
         raise ValueError(
             "position 0 of every row must be fixed for a causal model: a BOS token, for example"
         )
@@ -938,20 +991,134 @@ def check_hidden(rows: Sequence[Row], is_hidden: Flags, is_fixed: Flags) -> None
         )
 
 
+def refuse_plans(rows: Sequence[Row]) -> None:
+    """Raise for rows of a causal model whose sampler is a plan."""
+    for row in rows:
+        if isinstance(row.sampler, Plan):
+            raise ValueError(
+                f"the sampler {row.sampler.name} reveals positions at random, and a causal model "
+                "only the first that is hidden: use LeftToRight()"
+            )
+
+
 def check_move(sampler: Sampler, view: View, move: Move) -> None:
     """Raise for what a sampler may not change."""
-    if (move.reveal.numpy() > view.is_hidden.numpy()).any():
+    check_move_tensors(sampler, view, move)
+    is_hidden = view.is_hidden.numpy()
+    if (move.reveal.numpy() > is_hidden).any():
         raise ValueError(
             f"the sampler {sampler!r} reveals positions that are not hidden: combine with view.is_hidden"
         )
     if move.hide is None:
         return
-    is_late = view.step.numpy() >= sampler.hides_until
-    if not sampler.hides_until or move.hide.numpy()[is_late].any():
+    hide = move.hide.numpy()
+    may_hide = view.is_free.numpy() > is_hidden
+    if (hide > may_hide).any():
+        position = (hide > may_hide).nonzero()[1][0]
         raise ValueError(
-            f"the sampler {sampler!r} hides positions in step {int(view.step.max())} of a block but has hides_until = "
-            f"{sampler.hides_until}: set hides_until to the number of a block's first steps that may hide"
+            f"the sampler {sampler!r} hides position {position}, which is hidden already or may not "
+            "change: combine with view.is_free & ~view.is_hidden"
         )
+    step = view.step.numpy()
+    is_late = step >= sampler.hides_until
+    if hide[is_late].any():
+        raise ValueError(
+            f"the sampler {sampler!r} hides positions in step {step[hide.any(1) & is_late][0]} of a block but has "
+            f"hides_until = {sampler.hides_until}: set hides_until to the number of a block's first steps that may "
+            "hide"
+        )
+
+
+def check_move_tensors(sampler: Sampler, view: View, move: Move) -> None:
+    """Raise for a move whose tensors are not those of n rows of L positions."""
+    if not isinstance(move, Move):
+        raise ValueError(
+            f"the sampler {sampler!r} returns {describe(move)}, expected a Move: return Move(reveal)"
+        )
+    per_position = view.is_hidden.shape
+    per_row = per_position[:1]
+    check_field(sampler, "reveal", move.reveal, per_position, is_flags=True)
+    if move.hide is not None:
+        check_field(sampler, "hide", move.hide, per_position, is_flags=True)
+    if move.noise_level is not None:
+        check_field(sampler, "noise_level", move.noise_level, per_row, is_flags=False)
+    if move.is_last is not None:
+        check_field(sampler, "is_last", move.is_last, per_row, is_flags=True)
+    if not isinstance(move.columns, Mapping):
+        raise ValueError(
+            f"columns of the sampler {sampler!r} are {describe(move.columns)}, expected a mapping: "
+            "give new values by name"
+        )
+    if not move.columns:
+        return
+    declared = sampler.columns
+    for name, value in move.columns.items():
+        if name not in declared:
+            raise ValueError(
+                f"the sampler {sampler!r} has no column {name!r}, only {list(declared)}: name it in the "
+                "sampler's columns"
+            )
+        shape = per_position if declared[name].per_position else per_row
+        check_field(sampler, f"column {name!r}", value, shape, is_flags=False)
+
+
+def check_field(
+    sampler: Sampler, name: str, value: Tensor, shape: Sequence[int], *, is_flags: bool
+) -> None:
+    """Raise for a tensor of a move that is not on the host, or of another shape or kind."""
+    if is_tensor(value, shape, is_flags=is_flags) and value.device.type == "cpu":
+        return
+    expected = "torch.bool" if is_flags else "real numbers"
+    raise ValueError(
+        f"{name} of the sampler {sampler!r} is {describe(value)}, expected {expected} of shape "
+        f"{tuple(shape)} on cpu: make it of the view's tensors, which have a value for each of its rows"
+    )
+
+
+def check_causal_move(sampler: Sampler, view: View, move: Move) -> None:
+    """Raise for a move that does not go from left to right, a position a step."""
+    is_hidden = view.is_hidden.numpy()
+    reveal = move.reveal.numpy()
+    row = np.arange(len(reveal))
+    first = is_hidden.argmax(1)
+    has_hidden = is_hidden[row, first]
+    is_single = np.count_nonzero(reveal) == np.count_nonzero(has_hidden)
+    hides = move.hide is not None and bool(move.hide.any())
+    if hides or not is_single or (reveal[row, first] != has_hidden).any():
+        raise ValueError(
+            f"the sampler {sampler!r} does not reveal exactly the first hidden position of each "
+            "row, the only one that a causal model predicts: use LeftToRight()"
+        )
+    if move.is_last is not None and (move.is_last.numpy() & (is_hidden.sum(1) > 1)).any():
+        raise ValueError(
+            f"the sampler {sampler!r} ends a block that has hidden positions, and a causal model "
+            "cannot fill them at once: use LeftToRight()"
+        )
+
+
+def check_drawn(drawn: DrawnTokens, count: int, batch: Tensor) -> DrawnTokens:
+    """Return what a joint draw has drawn for `count` positions of the batch's tokens."""
+    if not isinstance(drawn, tuple) or len(drawn) != 2:
+        raise ValueError(
+            f"a joint draw returns {describe(drawn)}, expected tokens and their probabilities: "
+            "return DrawnTokens(tokens, probs)"
+        )
+    tokens, probs = drawn
+    if (
+        not is_tensor(tokens, (count,), is_flags=False)
+        or tokens.dtype != batch.dtype
+        or tokens.device != batch.device
+    ):
+        raise ValueError(
+            f"a joint draw returns tokens that are {describe(tokens)}, expected {batch.dtype} of "
+            f"shape {(count,)} on {batch.device.type}: return a token for each position of reveal"
+        )
+    if not is_tensor(probs, (count,), is_flags=False):
+        raise ValueError(
+            f"a joint draw returns probs that are {describe(probs)}, expected real numbers of shape "
+            f"{(count,)}: return a probability for each position of reveal"
+        )
+    return DrawnTokens(tokens, probs)
 
 
 def build_idle_error(slot: Slot) -> ValueError:

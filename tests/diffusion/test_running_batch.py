@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
@@ -20,8 +21,10 @@ from adlm.diffusion.sampling import (
     Column,
     Move,
     Row,
+    RowsError,
     RunningBatch,
     Sampler,
+    View,
     list_changes,
     number_blocks,
     sample,
@@ -399,7 +402,8 @@ class Hides(Sampler):
     """Forgets to say that it hides."""
 
     def move(self, view):
-        return Move(view.is_hidden, hide=view.is_free & ~view.is_hidden)
+        reveal = view.is_hidden & (view.is_hidden.cumsum(-1) == 1)
+        return Move(reveal, hide=view.is_free & ~view.is_hidden)
 
 
 class HidesLate(Sampler):
@@ -419,6 +423,17 @@ class RevealsAll(Sampler):
         return Move(torch.ones_like(view.is_hidden))
 
 
+@dataclass(frozen=True)
+class Moves(Sampler):
+    """Returns a move of its own; it may hide in all steps."""
+
+    make: Callable[[View], Move]
+    hides_until: int = 9
+
+    def move(self, view):
+        return self.make(view)
+
+
 @dataclass
 class Unhashable(Sampler):
     """No frozen dataclass."""
@@ -430,7 +445,7 @@ XT = templates(4)[2]
 @pytest.mark.parametrize(
     ("sampler", "options", "message"),
     [
-        (Hides(), {}, "set hides_until"),
+        (Hides(), {}, "in step 1 of a block but has hides_until = 0: set hides_until"),
         (HidesLate(), {}, "in step 1 of a block but has hides_until = 1: set hides_until"),
         (RevealsAll(), {}, "combine with view.is_hidden"),
         (Unhashable(), {}, r"dataclass\(frozen=True\)"),
@@ -445,6 +460,151 @@ XT = templates(4)[2]
 def test_wrong_rows_and_samplers_are_refused(sampler, options, message):
     with pytest.raises(ValueError, match=message):
         list(sample(LEARNED, [Row(XT, sampler, **options)]))
+
+
+def first_hidden(view):
+    return view.is_hidden & (view.is_hidden.cumsum(-1) == 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda v: Move(first_hidden(v), hide=~v.is_hidden), "hides position 0, which is hidden"),
+        (
+            lambda v: Move(v.is_hidden, hide=v.is_hidden),
+            "hides position 5, .* combine with view.is_free & ~view.is_hidden",
+        ),
+        (lambda v: v.is_hidden, "expected a Move: return Move"),
+        (lambda v: Move(v.is_hidden.long()), r"reveal of .* is torch.int64 of shape \(2, 14\)"),
+        (lambda v: Move(v.is_hidden[:1]), r"reveal of .* expected torch.bool of shape \(2, 14\)"),
+        (lambda v: Move(v.is_hidden.numpy()), "reveal of .* is array"),
+        (lambda v: Move(v.is_hidden, hide=torch.zeros(2, 14)), "hide of .* is torch.float32"),
+        (
+            lambda v: Move(v.is_hidden, noise_level=torch.ones(1)),
+            r"noise_level of .* expected real numbers of shape \(2,\)",
+        ),
+        (lambda v: Move(v.is_hidden, noise_level=1.0), "noise_level of .* is 1.0"),
+        (lambda v: Move(v.is_hidden, is_last=v.step), "is_last of .* is torch.int64"),
+        (lambda v: Move(v.is_hidden, columns=None), "columns of .* are None, expected a mapping"),
+        (lambda v: Move(v.is_hidden, columns={"age": v.u}), r"no column 'age', only \[\]"),
+    ],
+)
+def test_a_wrong_move_is_an_error_of_its_rows(make, message):
+    """The other rows go on, and the text that was given stays."""
+    good = Row(XT, plans.ancestral(3))
+    alone = run(LEARNED, [good])[good]
+    wrong = [Row(XT, Moves(make), number=k) for k in range(2)]
+    batch = RunningBatch(LEARNED, [wrong[0], good, wrong[1]])
+    before = batch.tokens
+    with pytest.raises(RowsError, match=message) as error:
+        batch.step()
+    assert error.value.rows == wrong and isinstance(error.value.cause, ValueError)
+    assert torch.equal(batch.tokens, before)
+    batch.leave(wrong)
+    while batch.rows:
+        batch.step()
+    assert good.filled.tolist() == alone.tokens and good.nfe == alone.nfe
+
+
+@dataclass(frozen=True)
+class WrongColumn(Staircase):
+    """Gives one number for all rows."""
+
+    def move(self, view):
+        return Move(view.is_hidden, columns={"age": view.columns["steps"]})
+
+
+def test_a_column_has_the_shape_that_it_is_declared_with():
+    with pytest.raises(ValueError, match=r"column 'age' of .* of shape \(1, 14\) on cpu"):
+        list(sample(LEARNED, [Row(XT, WrongColumn())]))
+
+
+def test_a_sampler_that_hides_nothing_needs_no_hides_until():
+    with_zeros = Moves(lambda v: Move(first_hidden(v), hide=torch.zeros_like(v.is_hidden)), 0)
+    rows = [Row(XT, with_zeros, seed=2), Row(XT, samplers.LeftToRight(), seed=2)]
+    done = run(LEARNED, rows)
+    assert done[rows[0]] == done[rows[1]]
+    by_confidence = samplers.RemaskByConfidence(plans.ancestral(6))
+    rows = [Row(XT, by_confidence, seed=2), Row(XT, plans.ancestral(6), seed=2)]
+    done = run(LEARNED, rows)
+    assert done[rows[0]].tokens == done[rows[1]].tokens
+    assert repr(by_confidence) == "RemaskByConfidence(ancestral, 6 steps)"
+
+
+def draw_too_few(*, reveal, **_):
+    return DrawnTokens(reveal[1:], torch.ones(len(reveal) - 1))
+
+
+def draw_halves(*, reveal, **_):
+    return DrawnTokens(reveal / 2, torch.ones(len(reveal)))
+
+
+def draw_one_prob(*, reveal, **_):
+    return DrawnTokens(reveal, torch.ones(1))
+
+
+def draw_tokens_only(*, reveal, **_):
+    return reveal
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (draw_too_few, r"tokens that are torch.int64 of shape \(8,\)"),
+        (draw_halves, "tokens that are torch.float32"),
+        (draw_one_prob, r"probs that are torch.float32 of shape \(1,\)"),
+        (draw_tokens_only, r"return DrawnTokens\(tokens, probs\)"),
+    ],
+)
+def test_a_wrong_joint_draw_is_an_error_of_its_row(draw, message):
+    rows = [Row(XT, plans.ancestral(1), draw=draw), Row(XT, plans.ancestral(1))]
+    batch = RunningBatch(LEARNED, rows)
+    before = batch.tokens
+    is_hidden = batch.is_hidden.copy()
+    with pytest.raises(RowsError, match=message) as error:
+        batch.step()
+    assert error.value.rows == rows[:1]
+    assert torch.equal(batch.tokens, before) and np.array_equal(batch.is_hidden, is_hidden)
+    assert [slot.nfe for slot in batch.slots] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": XT[:0]}, r"of shape \(0,\) on cpu, expected a tensor \(L,\) of at least 1"),
+        ({"tokens": XT[None]}, r"tokens of a row are torch.int64 of shape \(1, 14\)"),
+        ({"tokens": [1, 2]}, r"tokens of a row are \[1, 2\]"),
+        ({"is_fixed": XT != MASK, "tokens": XT[:9]}, r"is_fixed is torch.bool of shape \(14,\)"),
+        ({"is_fixed": (XT != MASK)[:9]}, r"expected torch.bool of shape \(14,\): give a flag"),
+        ({"is_fixed": (XT != MASK).long()}, "is_fixed is torch.int64"),
+        ({"kinds": torch.zeros(2, 14).long()}, r"kinds are torch.int64 of shape \(2, 14\)"),
+        ({"kinds": torch.zeros(14)}, r"expected integers of shape \(14,\): give a kind"),
+    ],
+)
+def test_a_row_has_flags_and_kinds_of_its_own_length(options, message):
+    with pytest.raises(ValueError, match=message):
+        Row(**{"tokens": XT, "sampler": plans.ancestral(3), **options})
+
+
+def test_a_join_that_fails_changes_nothing(monkeypatch):
+    rows = [Row(XT, plans.ancestral(3), number=k) for k in range(2)]
+    expected = run(LEARNED, rows)
+    batch = RunningBatch(LEARNED, rows[:1])
+    with pytest.raises(ValueError, match="this model's rows at most 20"):
+        batch.join([rows[1], Row(torch.full((21,), MASK), plans.ancestral(3))])
+    with monkeypatch.context() as patch:
+        patch.setattr("adlm.diffusion.sampling.append_array", fail)
+        with pytest.raises(MemoryError):
+            batch.join([rows[1]])
+    assert batch.rows == rows[:1] and len(batch.slots) == len(batch.tokens) == 1
+    batch.join([rows[1]])
+    while batch.rows:
+        batch.step()
+    assert [row.filled.tolist() for row in rows] == [expected[row].tokens for row in rows]
+
+
+def fail(*_):
+    raise MemoryError
 
 
 def test_rows_longer_than_the_model_and_kinds_without_tokens_are_refused():
@@ -535,6 +695,32 @@ def test_a_causal_network_without_a_cache_gives_the_same_texts(monkeypatch):
     cached = run(build_evaluator(model), rows)
     monkeypatch.delattr(LanguageModel, "new_slot_cache")
     assert run(build_evaluator(model), rows) == cached
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (plans.ancestral(3), "the sampler ancestral reveals positions at random, and a causal"),
+        (samplers.first_hitting(), "does not reveal exactly the first hidden position"),
+        (samplers.confidence(2), "does not reveal exactly the first hidden position"),
+        (samplers.remask_conf(4), r"RemaskByConfidence\(remask_conf, 4 steps\) does not reveal"),
+        (Moves(lambda v: Move(v.is_hidden & False)), "does not reveal exactly the first hidden"),
+        (
+            Moves(lambda v: Move(first_hidden(v), hide=v.is_free & ~v.is_hidden)),
+            "does not reveal exactly the first hidden position .* use LeftToRight",
+        ),
+        (
+            Moves(lambda v: Move(first_hidden(v), is_last=v.step == 1)),
+            "ends a block that has hidden positions",
+        ),
+    ],
+)
+def test_a_causal_model_goes_from_left_to_right(sampler, message):
+    """Another sampler would read features of positions that the network has not predicted."""
+    evaluator = build_evaluator(small_model("ar"))
+    row = Row(torch.zeros(12).long(), sampler, is_fixed=torch.arange(12) < 3)
+    with pytest.raises(ValueError, match=message):
+        list(sample(evaluator, [row]))
 
 
 def test_a_causal_row_begins_with_a_given_token():

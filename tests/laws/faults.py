@@ -165,6 +165,11 @@ FAULTS = (
                 "self.last_prob = append_array(self.last_prob, ",
                 "self.last_prob = append_array(0 * self.last_prob, ",
             ),
+            Patch(
+                SAMPLING,
+                "all_probs = append_array(self.last_prob, ",
+                "all_probs = append_array(0 * self.last_prob, ",
+            ),
         ),
         (BATCH,),
     ),

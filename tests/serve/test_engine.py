@@ -382,7 +382,8 @@ def test_a_sampler_that_reveals_nothing_is_an_error(monkeypatch: pytest.MonkeyPa
 def test_a_row_that_cannot_be_built_fails_alone() -> None:
     model = lm()
     good, bad = (model.layout_rows("the", steps=4, max_new_tokens=5, n=2) for _ in range(2))
-    bad[0].tokens = bad[0].tokens.repeat(1000)
+    for name in ("tokens", "is_fixed", "kinds"):
+        setattr(bad[0], name, getattr(bad[0], name).repeat(1000))
     with Engine(model) as engine:
         with engine.wake:
             failing, future = submit(engine, bad)[1], submit(engine, good)[1]
