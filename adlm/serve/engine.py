@@ -358,12 +358,21 @@ class Engine:
                     parts.setdefault(row.ticket, []).append(i)
             for ticket, places in parts.items():
                 part = select_rows(frame, places)
-                if ticket.guesses is not None:
-                    show_frame(part, ticket.last, self.lm.evaluator, ticket.guesses)
-                    ticket.last = part
+                try:
+                    self._show(part, ticket)
+                except Exception as error:
+                    log.exception("a frame cannot be shown; its request is answered with an error")
+                    self._drop(RowsError(ticket.rows, error))
+                    continue
                 ticket.send(part)
                 for row in compress(part.rows, part.is_done):
                     self.open.pop(row, None)
+
+    def _show(self, frame: TextFrame, ticket: Ticket) -> None:
+        """Add the guesses that a request wants to a frame of its rows."""
+        if ticket.guesses is not None:
+            show_frame(frame, ticket.last, self.lm.evaluator, ticket.guesses)
+            ticket.last = frame
 
 
 @asynccontextmanager

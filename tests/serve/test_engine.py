@@ -299,6 +299,30 @@ def test_a_failing_last_frame_answers_its_request(monkeypatch: pytest.MonkeyPatc
         wait_for(lambda: not engine.open)
 
 
+def test_failing_guesses_fail_their_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm()
+    own = {"sampler": "ancestral", "steps": 30, "max_new_tokens": 9}
+    with_guesses = model.layout_rows("the", n=2, **own)
+    neighbor = model.layout_rows("a", n=2, **own)
+    news = Future[Exception]()
+
+    def fail(evaluator: Any, frame: Any, count: int) -> Any:
+        raise ZeroDivisionError("no guesses")
+
+    def notify(each: TextFrame | Exception) -> None:
+        assert isinstance(each, Exception), "a frame without guesses was sent"
+        news.set_result(each)
+
+    monkeypatch.setattr("adlm.text.generation.predict_guesses", fail)
+    with Engine(model) as engine:
+        with engine.wake:  # both join at once
+            engine.submit(Ticket(with_guesses, notify, ALL, guesses=1))
+            future = submit(engine, neighbor)[1]
+        assert isinstance(news.result(10), ZeroDivisionError)
+        assert [row.text for row in future.result(10)] == generate(model, neighbor).texts
+        wait_for(lambda: not engine.open and not engine.running)
+
+
 def test_a_stopped_engine_answers_texts_that_are_done_but_not_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
