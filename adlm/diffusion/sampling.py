@@ -427,7 +427,7 @@ class Slot:
     def finish(self, tokens: Tensor) -> None:
         """Store the outcome in the row."""
         self.is_done = True
-        self.row.filled = tokens
+        self.row.filled = tokens.clone()  # not a view, which would keep the whole batch
         self.row.nfe = self.nfe
         self.row.steps = self.frames
 

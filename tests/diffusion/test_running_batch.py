@@ -101,6 +101,8 @@ def run(evaluator, rows, joins=None, leaves=None, banned=None):
                 if frame.is_done[i]:
                     done[row] = Outcome(tokens, frame.nfe[i], frame.steps[i], own.changes)
                     assert row.filled.tolist() == tokens and row.nfe == frame.nfe[i]
+                    size = row.filled.numel() * row.filled.element_size()
+                    assert row.filled.untyped_storage().nbytes() == size  # no view of the batch
         batch.leave([row for row in batch.rows if (leaves or {}).get(row, math.inf) <= tick])
 
 
