@@ -47,6 +47,7 @@ from adlm.serve.protocol import (
     describe_draft,
 )
 from adlm.settings import (
+    MAX_SHOWN,
     SamplingSettings,
     SettingsError,
     explain,
@@ -120,6 +121,10 @@ def answer_problem(request: Request, error: RequestValidationError) -> Response:
     if problems[0]["type"] == "json_invalid":
         (place,), context = problems[0]["loc"], problems[0]["ctx"]
         return answer_error(400, f"the body is not JSON: {context['error']} at character {place}")
+    if isinstance(error.body, bytes):  # which was not read as JSON
+        kind = request.headers.get("content-type", "missing")
+        remedy = "send it with Content-Type: application/json"
+        return answer_error(400, f"the type of the body is {kind!r:.{MAX_SHOWN}}: {remedy}")
     if not isinstance(error.body, dict):
         expected = 'expected names with values; send an object, such as {"prompt": "It was"}'
         return answer_error(400, str(SettingsError({"body": error.body}, expected)))
@@ -483,7 +488,8 @@ def create_app(
             rows = await asyncio.to_thread(layout_rows)
         answer = Answer(body, engine.lm, rows, name)
         wanted = ALL if body.has_drafts else SETTLED
-        stream = stream_rows(engine, rows, wanted, guesses=body.guesses, logprobs=body.logprobs)
+        guesses = body.guesses if body.has_drafts else None
+        stream = stream_rows(engine, rows, wanted, guesses=guesses, logprobs=body.logprobs)
         frames = await http.scope["at_end"].enter_async_context(stream)
         if body.stream:
             return StreamingResponse(answer.stream(frames), media_type="text/event-stream")

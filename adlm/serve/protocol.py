@@ -86,8 +86,9 @@ class SamplingBody(Body):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether every frame is wanted."""
-        return self.stream_mode == "denoise" or self.guesses is not None
+        """Whether every frame is wanted; without a stream nobody would read them."""
+        is_asked = self.stream_mode == "denoise" or self.guesses is not None
+        return bool(self.stream) and is_asked
 
 
 class CompletionBody(SamplingBody, CompletionFields):

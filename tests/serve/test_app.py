@@ -275,6 +275,25 @@ def test_bad_bodies_are_named(client: TestClient, body: Any, param: str | None) 
     assert error["message"] and (param is None or error["param"] == param)
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_body_of_another_type_is_told_the_right_one(client: TestClient, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.endswith("send it with Content-Type: application/json")
+    assert repr(kind or "missing") in message
+
+
+def test_drafts_without_a_stream_are_not_computed(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = complete(client, prompt="the", **QUICK)
+    monkeypatch.setattr("adlm.text.generation.predict_guesses", lambda *_: 1 / 0)
+    for asked in ({"guesses": 2}, {"stream_mode": "denoise"}):
+        assert complete(client, prompt="the", **QUICK, **asked)["choices"] == plain["choices"]
+
+
 def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
     for body, message in (
         ({"max_tokens": "3"}, "max_tokens='3': expected a whole number above 0; leave it out"),

@@ -101,7 +101,7 @@ def test_errors(client: Any, server: tuple[str, Any]) -> None:
 def test_a_client_that_leaves_frees_its_slot(
     client: Any, server: tuple[str, Any], is_streamed: bool
 ) -> None:
-    engine, body = server[1], {"steps": 4000, "sampler": "ancestral", "stream_mode": "denoise"}
+    engine, body = server[1], {"steps": 4000, "sampler": "remask_conf", "stream_mode": "denoise"}
     texts = engine.stats.texts
     if is_streamed:
         with client.completions.create(
