@@ -38,6 +38,10 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
     def __len__(self) -> int:
         return len(self.table)
 
+    def knows(self, name: str) -> bool:
+        """Return whether a name is in the table, or an alias of one that is."""
+        return self.aliases.get(name, name) in self.table
+
     def register(self, name: str, entry: Entry) -> None:
         """Add an entry for the rest of the process, as `adlm serve --plugin` does."""
         if self.table.get(name, entry) != entry:

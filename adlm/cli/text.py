@@ -225,7 +225,7 @@ def choose_compared(
     from adlm.diffusion.samplers import SAMPLERS, takes_steps
 
     is_folder = Path(name).exists()
-    if name in SAMPLERS or (":" in name and not is_folder):
+    if SAMPLERS.knows(name) or (":" in name and not is_folder):
         changes: dict[str, Any] = {"sampler": name, "options": None}  # those of the first sampler
         if not takes_steps(name, allow_import=True):
             changes["steps"] = None

@@ -118,6 +118,11 @@ def test_two_samplers_compared_generate_what_each_does_alone(tmp_path: Path) -> 
     without_steps = answer_json("sample", *words, "--compare", "first_hitting")
     assert "steps" not in without_steps["compare"]["settings"]
     assert without_steps["settings"]["sampler"] == DEFAULT_SAMPLER
+    alias = answer_json("sample", *words, "--compare", "low_confidence")["compare"]
+    assert (
+        alias["texts"]
+        == answer_json("sample", *words, "--compare", "confidence")["compare"]["texts"]
+    )
     own = answer_json("sample", *words, "--compare", "examples.sampler:OutsideIn")
     assert own["compare"]["settings"]["sampler"] == "examples.sampler:OutsideIn"
 
