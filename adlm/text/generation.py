@@ -395,10 +395,15 @@ def find_neighbors(layout: Layout, number: int) -> list[int]:
 
 def as_list(value: Any, kind: str = "text") -> list[Any]:
     """Return one text or template, or several, as a list; a list that has a Hole in it is one template."""
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise ValueError(f"a {kind} is a string, or there is a list of them; got {value!r}")
     is_one = isinstance(value, str) or any(isinstance(piece, Hole) for piece in value)
-    return [value] if is_one else list(value)
+    several = [value] if is_one else list(value)
+    kinds = str | Layout if kind == "text" else str | Sequence
+    for each in several:
+        if not isinstance(each, kinds) or isinstance(each, bytes):
+            raise ValueError(f"a {kind} is a string, or there is a list of them; got {each!r:.80}")
+    return several
 
 
 def check_whole_numbers(least: int, **values: int | None) -> None:

@@ -179,6 +179,9 @@ class LM:
 
         A prompt that is laid out already is taken as it is.
         """
+        if not isinstance(settings, SamplingSettings | None):
+            expected = "expected SamplingSettings; give settings by name, such as n=5"
+            raise SettingsError({"settings": settings}, expected)
         settings = SamplingSettings.parse("python", settings, **changes).draw_seed()
         chosen = None
         if template is None:
@@ -274,7 +277,8 @@ class LM:
         """Yield the texts of rows after every step, in one batch; step 0 is before the first."""
         classes = classify_tokens(self.tokenizer)
         known = int((~classes.special).sum())
-        if not 0 <= guesses <= known:
+        generation.check_whole_numbers(0, guesses=guesses)
+        if guesses > known:
             raise ValueError(
                 f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}"
             )
@@ -346,6 +350,10 @@ class LM:
         count = rows[0].settings.n
         if count > 1:
             raise SettingsError({"n": count}, "one text is recorded; leave it out")
+        if len(rows) > 1:
+            raise ValueError(
+                f"there are {len(rows)} texts, and one text is recorded: give one, or use stream"
+            )
         began = time.perf_counter()
         frames = [frame.trajectory_frame() for frame in self.stream_rows(rows, guesses)]
         seconds = time.perf_counter() - began

@@ -110,6 +110,13 @@ CAUSAL = lm("a2r")
         (lambda: FRAMED.infill("a ___", stop="."), ("leave prompt, lengths and stop out",)),
         (lambda: FRAMED.record("a", n=2), ("n=2", "one text is recorded", "leave it out")),
         (lambda: FRAMED.stream(guesses=257), ("between 0 and 256", "got 257")),
+        (lambda: FRAMED.stream(guesses="3"), ("guesses must be a whole number", "got '3'")),  # type: ignore[arg-type]
+        (lambda: FRAMED.stream(guesses=1.5), ("guesses must be a whole number", "got 1.5")),  # type: ignore[arg-type]
+        (lambda: FRAMED.record(["a", "b"]), ("2 texts", "one text is recorded", "give one")),  # type: ignore[arg-type]
+        (lambda: FRAMED.generate("x", 5), ("settings=5", "SamplingSettings", "by name")),  # type: ignore[arg-type]
+        (lambda: FRAMED.generate([3]), ("a text is a string", "got 3")),  # type: ignore[list-item]
+        (lambda: FRAMED.generate(b"abc"), ("a text is a string", "got b'abc'")),  # type: ignore[arg-type]
+        (lambda: FRAMED.infill([3]), ("a template is a string", "got 3")),  # type: ignore[list-item]
         (lambda: Hole(13), ("___{13,12}", "write ___{12,13}")),
         (lambda: CAUSAL.infill("The ___ sat"), ("'The ___{1,12} sat'", "text after a hole", "masked model")),
         (lambda: CAUSAL.infill("___ ___{2}"), ("text after a hole",)),
