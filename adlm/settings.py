@@ -221,7 +221,7 @@ def explain(
     default = field.get_default(call_default_factory=True, validated_data={})
     if default is None or isinstance(default, BaseModel):
         return SettingsError({key: value}, f"{expected}; leave it out")
-    shown = f"{default!s:.{MAX_SHOWN}}"
+    shown = f"{default!s:.{MAX_SHOWN}}" or "''"
     return SettingsError({key: value}, f"{expected}; leave it out for the default ({shown})")
 
 

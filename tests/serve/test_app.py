@@ -305,6 +305,7 @@ def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
             {"stream_options": {"include_usages": True}},
             "did you mean stream_options.include_usage?",
         ),
+        ({"prompt": 5}, "leave it out for the default ('')"),
         ({"steps": 100_000}, "100000 steps, at most 4096 are allowed"),
         (
             {"options": {"eta": 0.1}, "sampler": "margin"},
