@@ -66,7 +66,7 @@ LAYERS = (
         Room("interop/", ("transformers, diffusers, lm-eval",), YELLOW),
     ),
     (
-        Room("text/", ("LM, layouts and holes,", "a request as rows"), YELLOW),
+        Room("text/", ("LM, layouts, rows and", "frames, lengths of holes"), YELLOW),
         Room(
             "training/", ("train.py: the loop over a Task;", "config.py composes recipes"), YELLOW
         ),
