@@ -215,6 +215,10 @@ def explain(
     if isinstance(cause, ValueError):  # of a rule over one field, which says what it expects
         return SettingsError({key: value}, str(cause))
     expected = f"expected {describe(field)}"
+    if isinstance(value, Mapping):
+        wrong = next((part for part in place if part in value), None)
+        if wrong is not None:
+            expected += f", not the value {SHORT.repr(value[wrong])} of {wrong}"
     if field.is_required():
         wanted = (field.description or "it").rstrip(".")
         return SettingsError({key: value}, f"{expected}; give {wanted[0].lower()}{wanted[1:]}")
@@ -260,6 +264,9 @@ def suggest_at(settings: type[BaseModel], place: Sequence[str], vocabulary: Voca
 def suggest(settings: type[BaseModel], name: str, vocabulary: Vocabulary) -> str:
     """Return what to do about an unknown name: take the closest one, or one of all."""
     own = list_own_names(settings, vocabulary)
+    if vocabulary == "json":  # where a section is an object of its own
+        section = name.rpartition(".")[0]
+        own = {key: typed for key, typed in own.items() if typed.rpartition(".")[0] == section}
     meanings = {typed: typed for typed in own.values()}
     for typed, field in list_names(settings, "python").items():  # also names of other surfaces
         if field in own:

@@ -133,6 +133,7 @@ def test_a_sampler_may_be_built_already() -> None:
         ("python", {"seed": 2**63}, "seed=9223372036854775808: expected a whole number at least 0 and below"),
         ("python", {"options": ["eta=1"]}, "options=['eta=1']: expected names with values"),
         ("openai", {"options": ["eta=1"]}, "options=['eta=1']: expected names with values"),
+        ("python", {"options": {"eta": None}}, "expected names with values, not the value None of eta; leave"),
         ("python", {"options": {"a": [1]}}, "options={'a': [1]}: expected names with values"),
     ],
 )  # fmt: skip

@@ -305,6 +305,10 @@ def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
             {"stream_options": {"include_usages": True}},
             "did you mean stream_options.include_usage?",
         ),
+        (
+            {"stream_options": {"x": 1}},
+            "x=1: unknown name; expected one of stream_options.include_usage",
+        ),
         ({"prompt": 5}, "leave it out for the default ('')"),
         ({"steps": 100_000}, "100000 steps, at most 4096 are allowed"),
         (
@@ -313,6 +317,8 @@ def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
         ),
     ):
         assert message in client.post("/v1/completions", json=body).json()["error"]["message"]
+    unknown = client.post("/v1/completions", json={"what": 1}).json()["error"]["message"]
+    assert "stream_options, " in unknown and "stream_options.include_usage" not in unknown
     score = client.post("/v1/score", json={"text": ["a"] * 65}).json()["error"]
     assert (
         "expected a text or a list of 1 to 64; give" in score["message"]
