@@ -182,7 +182,7 @@ def test_a_stream_that_nobody_reads_leaves_the_batch_and_the_queue() -> None:
 
 def test_a_stopped_row_leaves_and_the_others_finish() -> None:
     model = lm()
-    request = model.layout_rows("the", n=3, steps=6, max_new_tokens=9)
+    request = model.layout_rows("the", n=3, steps=64, max_new_tokens=9)
 
     async def run(engine: Engine) -> dict[int, str]:
         texts = {}
